@@ -1,0 +1,1 @@
+"""Kimi K2.6 on NVIDIA GPUs from JAX."""

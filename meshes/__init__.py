@@ -1,0 +1,1 @@
+"""Machines and layouts: what the hardware is and how the mesh axes lie on it."""

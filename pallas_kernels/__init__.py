@@ -1,0 +1,1 @@
+"""Pallas Mosaic GPU kernels; every operation with a reference that runs anywhere."""
