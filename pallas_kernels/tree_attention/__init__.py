@@ -1,0 +1,7 @@
+"""MLA tree attention: 1 to 65 rows of a draft tree on a cached latent prefix, in one call."""
+
+from pallas_kernels.tree_attention.api import tree_attention
+from pallas_kernels.tree_attention.prefill import prefill_attention
+from pallas_kernels.tree_attention.reference import merge
+
+__all__ = ["merge", "prefill_attention", "tree_attention"]

@@ -1,0 +1,67 @@
+"""One public function for MLA tree attention, which picks an implementation and says what it picked and why."""
+
+from typing import Literal
+
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.tree_attention import reference
+
+Implementation = Literal["auto", "reference"]
+
+
+def tree_attention(
+    q_latent: Float[Array, "requests rows heads kv_lora_rank"],
+    q_rope: Float[Array, "requests rows heads rope"],
+    cache_latent: Float[Array, "requests positions kv_lora_rank"],
+    cache_rope: Float[Array, "requests positions rope"],
+    lengths: Int[Array, " requests"],
+    row_latent: Float[Array, "requests rows kv_lora_rank"],
+    row_rope: Float[Array, "requests rows rope"],
+    ancestors: Bool[Array, "requests rows rows"],
+    *,
+    scale: float,
+    implementation: Implementation = "auto",
+) -> tuple[Float[Array, "requests rows heads kv_lora_rank"], Float[Array, "requests rows heads"]]:
+    """Attend from the rows of a draft tree to a cached latent prefix and to their own ancestors (absorbed MLA).
+
+    Row i of a request sees cached positions `0 .. lengths[request] - 1`, and row j of the same request wherever
+    `ancestors[request, i, j]`; a valid row sees itself, and a row that is False throughout is padding. A score is
+    `scale` times the sum of the latent and the rope dot products; the value of a position is its latent.
+
+    Returns the attention-weighted latents in the queries' dtype, and the natural log-sum-exp of the scores in
+    float32, with which parts of a context may be joined (`merge`). Padding rows give 0 and −inf. The softmax is
+    float32; bfloat16 inputs are accumulated in float32, float32 inputs are computed in float32 throughout.
+
+    Raises ValueError where shapes do not fit together, or where a named implementation cannot serve them.
+    """
+    check_shapes(q_latent, q_rope, cache_latent, cache_rope, lengths, row_latent, row_rope, ancestors)
+    if implementation not in ("auto", "reference"):
+        raise ValueError(f"unknown implementation {implementation!r}: give 'auto' or 'reference'")
+    return reference.tree_attention(
+        q_latent, q_rope, cache_latent, cache_rope, lengths, row_latent, row_rope, ancestors, scale=scale
+    )
+
+
+def check_shapes(q_latent, q_rope, cache_latent, cache_rope, lengths, row_latent, row_rope, ancestors) -> None:
+    """Raise a ValueError that names the first argument whose shape does not fit the others."""
+    if q_latent.ndim != 4 or cache_latent.ndim != 3:
+        raise ValueError(
+            "q_latent must be [requests, rows, heads, kv_lora_rank] and cache_latent [requests, positions, "
+            f"kv_lora_rank]; got {q_latent.shape} and {cache_latent.shape}"
+        )
+    requests, rows, heads, rank = q_latent.shape
+    positions, rope = cache_latent.shape[1], q_rope.shape[-1]
+    expected = {
+        "q_rope": (q_rope, (requests, rows, heads, rope)),
+        "cache_latent": (cache_latent, (requests, positions, rank)),
+        "cache_rope": (cache_rope, (requests, positions, rope)),
+        "lengths": (lengths, (requests,)),
+        "row_latent": (row_latent, (requests, rows, rank)),
+        "row_rope": (row_rope, (requests, rows, rope)),
+        "ancestors": (ancestors, (requests, rows, rows)),
+    }
+    for name, (array, shape) in expected.items():
+        if array.shape != shape:
+            raise ValueError(f"{name} has shape {array.shape}, but with q_latent {q_latent.shape} it must be {shape}")
+    if ancestors.dtype != bool:
+        raise ValueError(f"ancestors must be boolean, got {ancestors.dtype}: compare with != 0 first")
