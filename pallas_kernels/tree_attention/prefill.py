@@ -97,7 +97,8 @@ def prefill_attention(
     elif capacity > block:
         blocks = lax.div(jnp.minimum(lengths.max(), capacity) + block - 1, block)
         carry = lax.fori_loop(0, blocks, lambda j, carry: cache_step(carry, j * block, block), carry)
-    return _finish(*carry, q_nope.dtype)
+    maximum, total, out = carry
+    return _finish(maximum, total, out, q_nope.dtype)
 
 
 def workspace_bytes(
