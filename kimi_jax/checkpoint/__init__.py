@@ -1,0 +1,1 @@
+"""Reading and writing checkpoints: HF safetensors, orbax."""

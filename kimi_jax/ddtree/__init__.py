@@ -1,0 +1,1 @@
+"""The draft tree: building it, choosing its size, walking it."""

@@ -1,0 +1,1 @@
+"""Prefill, rounds of decoding and sampling as compiled programs."""

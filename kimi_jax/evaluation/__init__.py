@@ -1,0 +1,1 @@
+"""Logits, perplexity, tasks and the lm-eval adapter."""

@@ -1,0 +1,1 @@
+"""Flax modules of the K2 family's language model."""

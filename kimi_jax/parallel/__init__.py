@@ -1,0 +1,1 @@
+"""Sharding rules, collectives and expert exchanges."""

@@ -1,0 +1,1 @@
+"""Compiling for a cluster without it, and reading the compiled program."""
