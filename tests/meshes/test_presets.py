@@ -1,0 +1,140 @@
+import re
+
+import pytest
+
+from meshes import AXES, PRESETS, Layout, LayoutError, check_layout, expert_slots, preset
+
+K26 = dict(
+    num_heads=64,
+    widths={"shared expert width": 2048, "dense width": 18432},
+    vocab_size=163840,
+    expert_width=2048,
+    group_size=32,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "gpus", "slots"),
+    [
+        ("local", (1, 1, 1), 1, 384),
+        ("hgx-ib-8", (1, 1, 8), 8, 384),
+        ("hgx-ib-16", (1, 2, 8), 16, 384),
+        ("hgx-ib-24", (1, 3, 8), 24, 384),
+        ("hgx-ib-40", (1, 5, 8), 40, 400),
+        ("hgx-ib-56", (1, 7, 8), 56, 392),
+        ("hgx-ib-72", (1, 9, 8), 72, 432),
+        ("nvl36", (1, 9, 4), 36, 396),
+        ("nvl72", (1, 9, 8), 72, 432),
+    ],
+)
+def test_default_layouts(name, axes, gpus, slots):
+    layout = preset(name).layout
+    assert tuple(layout.axis_sizes) == AXES == ("dp", "ep", "tp")
+    assert tuple(layout.axis_sizes.values()) == axes
+    assert layout.num_devices == gpus
+    assert expert_slots(384, layout.expert_ranks) == slots
+    check_layout(layout, **K26)
+
+
+def test_hgx_ib_alone_is_sixteen():
+    assert preset("hgx-ib") is preset("hgx-ib-16")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("hgx-ib-36", "4.5 nodes of 8.*hgx-ib-32 or hgx-ib-40"),
+        ("hgx-ib-4", "0.5 nodes of 8.*use hgx-ib-8$"),
+        ("hgx-ib-80", "presets end at 9 nodes"),
+        ("nvl144", "unknown mesh 'nvl144'.*nvl72"),
+        ("hgx-ib-0", "unknown mesh"),
+    ],
+)
+def test_machines_that_do_not_exist_are_refused(name, message):
+    with pytest.raises(LayoutError, match=message):
+        preset(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "axes"),
+    [
+        ("nvl72", {}, (1, 9, 8)),
+        ("nvl72", {"ep": 72}, (1, 72, 1)),
+        ("nvl72", {"dp": 9}, (9, 1, 8)),
+        ("nvl72", {"ep": 36}, (1, 36, 2)),
+        ("nvl72", {"tp": 4}, (1, 18, 4)),
+        ("nvl72", {"ep": 4}, (9, 4, 2)),
+        ("nvl72", {"dp": 2, "tp": 4}, (2, 9, 4)),
+        ("nvl72", {"dp": 2, "ep": 9}, (2, 9, 4)),
+        ("nvl72", {"tp": 64}, (1, 1, 64)),
+        ("nvl72", {"dp": 1, "ep": 4, "tp": 16}, (1, 4, 16)),
+        ("hgx-ib-16", {"dp": 2}, (2, 1, 8)),
+        ("hgx-ib-16", {"ep": 16}, (1, 16, 1)),
+        ("local", {"tp": 4}, (1, 1, 4)),
+        ("local", {"ep": 2, "tp": 2}, (1, 2, 2)),
+    ],
+)
+def test_axes_left_open_fill_the_machine(name, given, axes):
+    layout = preset(name).with_axes(**given).layout
+    assert tuple(layout.axis_sizes.values()) == axes
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("nvl72", {"tp": 16}, "tp 16 does not divide the 72 GPUs.*1, 2, 3, 4, 6, 8, 9.*64 of 72"),
+        ("nvl72", {"dp": 2, "ep": 9, "tp": 8}, "needs 144 GPUs and nvl72 has 72"),
+        ("local", {"tp": 16}, "needs 16 GPUs and local has 8"),
+        ("nvl72", {"tp": 0}, "tp is 0"),
+    ],
+)
+def test_axes_that_do_not_fit_are_refused(name, given, message):
+    with pytest.raises(LayoutError, match=message):
+        preset(name).with_axes(**given)
+
+
+def test_overriding_axes_keeps_the_rest_of_the_layout():
+    wide = preset("nvl72").with_layout(Layout(ep=9, tp=8, experts="width", exchange="alltoall"))
+    layout = wide.with_axes(dp=9).layout
+    assert (layout.experts, layout.exchange, layout.dp) == ("width", "alltoall", 9)
+
+
+@pytest.mark.parametrize("tp", [3, 36, 72, 128])
+def test_tp_that_cuts_a_weight_unevenly_is_refused_with_the_sizes_that_work(tp):
+    with pytest.raises(LayoutError, match=re.escape("tp sizes that work are 1, 2, 4, 8, 16, 32, 64")) as error:
+        check_layout(Layout(tp=tp), **K26)
+    assert "attention heads 64" in str(error.value)
+
+
+def test_expert_width_is_only_cut_between_groups():
+    narrow = K26 | {"expert_width": 64}
+    check_layout(Layout(tp=4, experts="slots"), **narrow)
+    with pytest.raises(LayoutError, match=r"expert width in groups of 32 2: tp sizes that work are 1, 2$"):
+        check_layout(Layout(tp=4, experts="width"), **narrow)
+
+
+def test_expert_ranks_follow_the_choice_of_slots_or_width():
+    assert Layout(dp=2, ep=9, tp=4).expert_ranks == 36
+    assert Layout(dp=2, ep=9, tp=4, experts="width").expert_ranks == 9
+
+
+def test_links_that_axes_cross():
+    hgx, rack = preset("hgx-ib-16"), preset("nvl72")
+    assert hgx.span("tp").link == "local"
+    assert hgx.span("ep").link == "network"
+    assert hgx.span("dp").link == "none"
+    assert (hgx.span("ep", "tp").size, hgx.span("ep", "tp").domains) == (16, 2)
+    assert rack.span("ep", "tp").link == "local"
+    both = preset("hgx-ib-16").with_axes(tp=16)
+    assert (both.span("tp").domains, both.span("tp").size_per_domain) == (2, 8)
+    # Groups along dp with stride 1 stay inside a node although dp is the outer axis.
+    assert preset("hgx-ib-8").with_axes(dp=4).span("dp").link == "local"
+    with pytest.raises(ValueError, match="no mesh axis 'pp'"):
+        rack.span("pp")
+
+
+def test_every_preset_names_a_machine_that_adds_up():
+    for machine in PRESETS.values():
+        topology = machine.topology
+        assert topology.num_nodes * topology.gpus_per_node == topology.num_gpus
+        assert topology.num_domains * topology.gpus_per_domain == topology.num_gpus
