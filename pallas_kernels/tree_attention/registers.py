@@ -1,0 +1,64 @@
+"""What a warpgroup does with a tile of scores in its registers, on Hopper and Blackwell alike.
+
+Scores are in base 2 (scaled by log2 e), the running maximum starts finite, and masked scores are −inf: then
+`exp2(masked − maximum)` is 0 whatever the maximum is, and no NaN can arise.
+"""
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+FLOOR = -1e30
+LN2 = math.log(2)
+
+
+def spread(vector, shape):
+    """One value a row, repeated along the columns."""
+    return lax.broadcast_in_dim(vector, shape, (0,))
+
+
+def store(ref, value) -> None:
+    """Store registers to global memory; `plgpu.store` came after jax 0.11.2."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
+def segment(piece, request, first_request):
+    """Where the partial result of a cut request goes: a piece's first request in its even slot, its last in the odd."""
+    return 2 * piece + (request != first_request).astype(jnp.int32)
+
+
+def hide(scores, tile, context_tiles, length, load_word, layout):
+    """Scores with −inf at positions past the length and at rows that are no ancestors.
+
+    `load_word(i)` gives the i-th mask word of each query row. A tile is all context or all rows.
+    """
+    shape = scores.shape
+    block = shape[1]
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+    in_rows = (tile >= context_tiles).astype(jnp.int32)
+    limit = jnp.where(tile < context_tiles, length - tile * block, 0)
+    first_word = jnp.maximum(tile - context_tiles, 0) * (block // 32)
+    word = spread(load_word(first_word) * in_rows, shape)
+    for k in range(1, block // 32):
+        word = jnp.where(column < 32 * k, word, spread(load_word(first_word + k) * in_rows, shape))
+    bit = lax.shift_right_logical(word, column & 31) & 1
+    return jnp.where((column < limit) | (bit != 0), scores, -jnp.inf)
+
+
+def normaliser(maximum, total, load_word, words):
+    """Reciprocal sum and base-2 log-sum-exp of each query row; 0 and −inf where it is padding or saw nothing."""
+    valid = load_word(0)
+    for w in range(1, words):
+        valid = valid | load_word(w)
+    seen = (valid != 0) & (total > 0)
+    return jnp.where(seen, 1.0 / total, 0.0), jnp.where(seen, maximum + jnp.log2(total), -jnp.inf)
+
+
+def base2(scale: float) -> float:
+    """The factor that brings a dot product to a base-2 score."""
+    return scale * math.log2(math.e)

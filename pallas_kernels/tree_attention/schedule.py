@@ -1,0 +1,140 @@
+"""What the GPU kernels share around the attention itself: who works on what, the packed mask, joining split requests.
+
+A request is a row of tiles: its context in tiles of `block` positions, then its own rows in tiles of `block`. The
+tiles of all requests lie on one line, which is cut into `splits` equal pieces, one for each block of threads along
+the context (FlashMLA's tile scheduler). Lengths may differ at will: every piece costs the same, one long request is
+spread over many pieces, and a piece walks over many short requests. A piece that holds a whole request writes the
+result; only requests cut by a boundary pass through float32 partial results, at most two for each piece.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Bool, Int
+
+from pallas_kernels.tree_attention import registers
+
+TILE_ROWS = 64
+"""Query rows of a block of threads: a query row is one head of one tree row."""
+
+WORD = 32
+"""Mask bits a word."""
+
+
+class Schedule(NamedTuple):
+    """Where every piece and every request begins: small int32 tables that the kernels read."""
+
+    pieces: Int[Array, "splits 4"]
+    """First tile, end tile, first request, end request."""
+    requests: Int[Array, "requests 2"]
+    """First tile, tile count."""
+    joins: Int[Array, "boundaries 3"]
+    """For each boundary that is the first to cut a request: the request, its first piece, its end piece; else −1."""
+
+
+def plan(lengths: Int[Array, " requests"], row_tiles: int, block: int, splits: int) -> Schedule:
+    """Cut the tiles of all requests into `splits` equal pieces; `row_tiles` of each request are its own rows."""
+    tiles = lax.div(lengths.astype(jnp.int32) + block - 1, block) + row_tiles
+    end = jnp.cumsum(tiles, dtype=jnp.int32)
+    start, total = end - tiles, end[-1]
+    size = lax.div(total + splits - 1, splits)
+    cut = jnp.minimum(jnp.arange(splits + 1, dtype=jnp.int32) * size, total)
+    low, high = cut[:-1], cut[1:]
+    # Every request has at least one tile, so starts increase strictly and counting them finds the request of a tile.
+    first = (start <= low[:, None]).sum(axis=1, dtype=jnp.int32) - 1
+    after = (start < high[:, None]).sum(axis=1, dtype=jnp.int32)
+    pieces = jnp.stack([low, high, first, after], axis=1)
+    pieces = jnp.where((low < high)[:, None], pieces, 0)  # a piece past the end holds nothing
+
+    boundary = cut[1:-1]
+    request = (start <= boundary[:, None]).sum(axis=1, dtype=jnp.int32) - 1
+    first_piece = lax.div(start[request], size)
+    end_piece = lax.div(end[request] + size - 1, size)
+    inside = (start[request] < boundary) & (boundary < total)
+    cuts_first = inside & (first_piece == jnp.arange(splits - 1, dtype=jnp.int32))
+    joins = jnp.stack([jnp.where(cuts_first, request, -1), first_piece, end_piece], axis=1)
+    return Schedule(pieces, jnp.stack([start, tiles], axis=1), joins)
+
+
+def pack_mask(
+    ancestors: Bool[Array, "requests rows rows"], heads: int, block: int, padded: int
+) -> Int[Array, "requests words padded"]:
+    """The mask as bits, one column of words for each query row (row x heads + head), zero past the last."""
+    requests, rows, _ = ancestors.shape
+    columns = -(-rows // block) * block
+    bits = jnp.pad(ancestors, ((0, 0), (0, 0), (0, columns - rows))).reshape(requests, rows, columns // WORD, WORD)
+    words = (bits.astype(jnp.uint32) << jnp.arange(WORD, dtype=jnp.uint32)).sum(axis=-1, dtype=jnp.uint32)
+    words = jnp.repeat(lax.bitcast_convert_type(words, jnp.int32).swapaxes(1, 2), heads, axis=2)
+    return jnp.pad(words, ((0, 0), (0, 0), (0, padded - rows * heads)))
+
+
+def partials(splits: int, padded: int, rank: int) -> list[jax.ShapeDtypeStruct]:
+    """Float32 partial results: outputs and base-2 log-sum-exp of the first and the last request of each piece."""
+    if splits == 1:
+        return []
+    return [
+        jax.ShapeDtypeStruct((2 * splits, padded, rank), jnp.float32),
+        jax.ShapeDtypeStruct((2 * splits, padded), jnp.float32),
+    ]
+
+
+def results(requests: int, padded: int, rank: int) -> tuple[jax.Ref, jax.Ref]:
+    """References to uninitialised outputs and log-sum-exps, which the attention and the join kernel both write."""
+    shapes = ((requests, padded, rank), jnp.bfloat16), ((requests, padded), jnp.float32)
+    out, lse = (jax.new_ref(lax.empty(shape, dtype)) for shape, dtype in shapes)
+    return out, lse
+
+
+def join(part, part_lse, schedule: Schedule, out: jax.Ref, lse: jax.Ref, *, interpret=None, rows_per_block=4) -> None:
+    """Join the partial results of every cut request into `out` and `lse`, in place."""
+    _, padded, rank = part.shape
+    layout = plgpu.Layout.WG_STRIDED((rank,), vec_size=rank // 128)
+
+    def body(part_ref, part_lse_ref, pieces_ref, joins_ref, out_ref, lse_ref):
+        boundary, tile = lax.axis_index("boundary"), lax.axis_index("tile")
+        request, first, after = (joins_ref[boundary, i] for i in range(3))
+
+        def segment(piece):
+            return registers.segment(piece, request, pieces_ref[piece, 2])
+
+        def one_row(row):
+            maximum = lax.fori_loop(
+                first,
+                after,
+                lambda piece, m: jnp.maximum(m, part_lse_ref[segment(piece), row]),
+                jnp.float32(registers.FLOOR),
+            )
+
+            def add(piece, carry):
+                total, acc = carry
+                weight = jnp.exp2(part_lse_ref[segment(piece), row] - maximum)
+                value = plgpu.load(part_ref.at[segment(piece), row], layout=layout, optimized=False)
+                return total + weight, acc + value * weight
+
+            zero = plgpu.layout_cast(jnp.full((rank,), 0, jnp.float32), layout)
+            total, acc = lax.fori_loop(first, after, add, (jnp.float32(0), zero))
+            seen = total > 0
+            total = jnp.where(seen, total, jnp.float32(1))
+            registers.store(out_ref.at[request, row], (acc * jnp.where(seen, 1 / total, 0.0)).astype(out_ref.dtype))
+            lse_ref[request, row] = jnp.where(seen, (maximum + jnp.log2(total)) * registers.LN2, -jnp.inf)
+
+        @pl.when(request >= 0)
+        def _():
+            for i in range(rows_per_block):
+                one_row(tile * rows_per_block + i)
+
+    plgpu.kernel(
+        body,
+        out_type=[],
+        grid=(schedule.joins.shape[0], padded // rows_per_block),
+        grid_names=("boundary", "tile"),
+        num_threads=1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        kernel_name="tree_attention_join",
+    )(part, part_lse, schedule.pieces, schedule.joins, out, lse)
