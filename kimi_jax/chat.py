@@ -1,0 +1,344 @@
+"""Kimi K2.6's chat format: messages to token ids, and generated ids back to thinking, answer and tool calls.
+
+A message is `<|im_user|>`, `<|im_assistant|>` or `<|im_system|>`, the role or name, `<|im_middle|>`, the content and
+`<|im_end|>`, with nothing between messages and no default system message. The ids are built from special ids and
+encoded text, never from one rendered string, so text from a user or a tool cannot become a control token.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kimi_jax.tokenizer import IncrementalDecoder, Tokenizer
+from kimi_jax.tool_declaration import SchemaError, sort_keys, typescript_declaration
+
+Message = Mapping[str, Any]
+
+_ROLE_TOKENS = {
+    "system": "<|im_system|>",
+    "user": "<|im_user|>",
+    "assistant": "<|im_assistant|>",
+    "tool": "<|im_system|>",
+}
+_THINK, _END_THINK = "<think>", "</think>"
+_SECTION_BEGIN, _SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_CALL_BEGIN, _CALL_ARGUMENTS, _CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+
+
+class MessageError(ValueError):
+    """A message or tool that cannot be rendered; the text says which one, why, and what to write instead."""
+
+
+def render(
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    thinking: bool = True,
+    preserve_thinking: bool = False,
+    add_generation_prompt: bool = True,
+) -> list[int]:
+    """Token ids of a conversation in Kimi K2.6's chat format.
+
+    Args:
+        messages: OpenAI-style messages. `role` is system, user, assistant or tool; `content` is a string or a list
+            of text parts; `name` replaces the role's name in the header. An assistant message may carry its
+            thinking as `reasoning_content` (or `reasoning`) and calls as `tool_calls`; a tool message answers the
+            call named by `tool_call_id`.
+        tokenizer: the checkpoint's tokenizer.
+        tools: OpenAI-style function tools, declared to the model as TypeScript (as JSON, with a warning, where a
+            schema cannot be written in TypeScript).
+        thinking: whether the answer to come starts with thinking; `False` is instant mode.
+        preserve_thinking: keep the thinking of every assistant turn. By default it is dropped up to and including
+            the last assistant message without tool calls, so that only a running chain of calls keeps it. Instant
+            mode keeps none.
+        add_generation_prompt: end with the header of the assistant's answer.
+
+    Raises:
+        MessageError: a message or tool is malformed, or holds an image.
+    """
+    if isinstance(messages, Mapping | str) or not isinstance(messages, Sequence) or not messages:
+        raise MessageError("messages must be a non-empty list of messages such as {'role': 'user', 'content': 'Hi'}")
+    prompt = _Prompt(tokenizer)
+    if tools:
+        prompt.special("<|im_system|>").text("tool_declare").special("<|im_middle|>")
+        prompt.text(_declaration(tools)).special("<|im_end|>")
+    for index, message in enumerate(messages):
+        _check_message(message, f"messages[{index}]")
+    answered = -1
+    if not preserve_thinking:
+        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and not m.get("tool_calls")]
+        answered = answers[-1] if answers else -1
+    for index, message in enumerate(messages):
+        _add_message(prompt, message, f"messages[{index}]", keep_thinking=thinking and index > answered)
+    if add_generation_prompt:
+        prompt.special("<|im_assistant|>").text("assistant").special("<|im_middle|>").special(_THINK)
+        if not thinking:
+            prompt.special(_END_THINK)
+    return prompt.ids()
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One tool call of a response.
+
+    Attributes:
+        id: the call's id as the model wrote it, normally `functions.NAME:INDEX`.
+        name: the function's name taken from the id.
+        arguments: the arguments' JSON text as the model wrote it.
+        error: why the call cannot be made (unfinished, no name, arguments that are not a JSON object), else None.
+    """
+
+    id: str
+    name: str
+    arguments: str
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Response:
+    """A finished response: its thinking, its answer and its tool calls."""
+
+    thinking: str
+    answer: str
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def message(self) -> dict[str, Any]:
+        """The response as an assistant message for the next turn's `render`; calls with an error are left out."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.answer}
+        if self.thinking:
+            message["reasoning_content"] = self.thinking
+        calls = [call for call in self.tool_calls if call.error is None]
+        if calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+        return message
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of text that can be shown now, and the part of the response it belongs to."""
+
+    part: Literal["thinking", "answer"]
+    text: str
+
+
+@dataclass
+class ResponseStream:
+    """Splits one request's generated ids, as they arrive, into thinking, answer and tool calls.
+
+    Push ids as they are generated and show the pieces; call `finish` once at the end. Any sequence of ids is
+    accepted. Control tokens are not shown, and ids after `<|im_end|>` or `[EOS]` are ignored.
+
+    Attributes:
+        tokenizer: the checkpoint's tokenizer.
+        thinking: whether the prompt left the thinking part open, as `render` was told.
+    """
+
+    tokenizer: Tokenizer
+    thinking: bool = True
+    _part: Literal["thinking", "answer"] = field(init=False)
+    _within: Literal["text", "section", "call id", "call arguments"] = field(default="text", init=False)
+    _ended: bool = field(default=False, init=False)
+    _texts: dict[str, str] = field(default_factory=lambda: {"thinking": "", "answer": ""}, init=False)
+    _call: list[list[int]] = field(default_factory=lambda: [[], []], init=False)
+    _calls: list[ToolCall] = field(default_factory=list, init=False)
+    _decoder: IncrementalDecoder = field(init=False)
+
+    def __post_init__(self):
+        self._part = "thinking" if self.thinking else "answer"
+        self._decoder = self.tokenizer.decoder(skip_special=True)
+        self._names = {i: name for name, i in self.tokenizer.special_ids.items()}
+
+    def push(self, ids: Iterable[int]) -> list[Piece]:
+        """Text completed by `ids`."""
+        pieces: list[Piece] = []
+        for token in ids:
+            if self._ended:
+                break
+            name = self._names.get(token)
+            if name is not None:
+                self._control(name, pieces)
+            elif self._within == "text":
+                self._show(self._decoder.push([token]), pieces)
+            elif self._within != "section":
+                self._call[self._within == "call arguments"].append(token)
+        return pieces
+
+    def finish(self) -> tuple[list[Piece], Response]:
+        """The last piece (an unfinished character shows as U+FFFD), and the whole response."""
+        pieces: list[Piece] = []
+        self._show(self._decoder.flush(), pieces)
+        if self._within.startswith("call"):
+            self._close_call("the response ended inside the call")
+        self._ended = True
+        return pieces, Response(self._texts["thinking"], self._texts["answer"], tuple(self._calls))
+
+    def _control(self, name: str, pieces: list[Piece]):
+        if self._within == "text":
+            self._show(self._decoder.flush(), pieces)
+        if name in ("<|im_end|>", "[EOS]"):
+            self._ended = True
+        elif name == _CALL_BEGIN:
+            if self._within.startswith("call"):
+                self._close_call("another call began inside the call")
+            self._within = "call id"
+            # A call ends the thinking even where the model did not close it.
+            self._part = "answer"
+        elif name == _CALL_ARGUMENTS and self._within == "call id":
+            self._within = "call arguments"
+        elif name == _CALL_END and self._within.startswith("call"):
+            self._close_call(None if self._within == "call arguments" else "the call has no arguments")
+        elif name in (_SECTION_BEGIN, _SECTION_END):
+            if self._within.startswith("call"):
+                self._close_call("the tool section ended inside the call")
+            self._within = "section" if name == _SECTION_BEGIN else "text"
+            self._part = "answer"
+        elif name in (_THINK, _END_THINK) and self._within == "text":
+            self._part = "thinking" if name == _THINK else "answer"
+
+    def _show(self, text: str, pieces: list[Piece]):
+        if text:
+            self._texts[self._part] += text
+            pieces.append(Piece(self._part, text))
+
+    def _close_call(self, error: str | None):
+        call_id, arguments = (self.tokenizer.decode(ids).strip() for ids in self._call)
+        self._call = [[], []]
+        self._within = "section"
+        name = call_id.removeprefix("functions.").partition(":")[0]
+        if error is None and not name:
+            error = "the call names no function"
+        if error is None:
+            try:
+                if not isinstance(json.loads(arguments), dict):
+                    error = "the arguments are not a JSON object"
+            except (json.JSONDecodeError, RecursionError) as problem:
+                error = f"the arguments are not JSON: {problem}"
+        self._calls.append(ToolCall(call_id, name, arguments, error))
+
+
+def parse(ids: Iterable[int], tokenizer: Tokenizer, *, thinking: bool = True) -> Response:
+    """Thinking, answer and tool calls of generated `ids`.
+
+    Args:
+        ids: what the model generated after `render(..., thinking=thinking)`; a stop token may be among them.
+        tokenizer: the checkpoint's tokenizer.
+        thinking: the mode the prompt was rendered in.
+    """
+    stream = ResponseStream(tokenizer, thinking)
+    stream.push(ids)
+    return stream.finish()[1]
+
+
+class _Prompt:
+    """Collects special ids and text; neighbouring texts are encoded as one, for BPE sees across their seam."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._pending = ""
+
+    def text(self, text: str) -> _Prompt:
+        self._pending += text
+        return self
+
+    def special(self, name: str) -> _Prompt:
+        self._ids = self.ids()
+        self._pending = ""
+        self._ids.append(self._tokenizer.special_id(name))
+        return self
+
+    def ids(self) -> list[int]:
+        return self._ids + self._tokenizer.encode(self._pending)
+
+
+def _add_message(prompt: _Prompt, message: Message, where: str, *, keep_thinking: bool):
+    role = message["role"]
+    prompt.special(_ROLE_TOKENS[role]).text(message.get("name") or role).special("<|im_middle|>")
+    if role == "assistant":
+        prompt.special(_THINK).text(_reasoning(message, where) if keep_thinking else "").special(_END_THINK)
+    if role == "tool":
+        prompt.text(f"## Return of {message['tool_call_id']}\n")
+    prompt.text(_content(message.get("content"), where))
+    if message.get("tool_calls"):
+        prompt.special(_SECTION_BEGIN)
+        for call in message["tool_calls"]:
+            arguments = call["function"]["arguments"]
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            prompt.special(_CALL_BEGIN).text(call["id"]).special(_CALL_ARGUMENTS).text(arguments).special(_CALL_END)
+        prompt.special(_SECTION_END)
+    prompt.special("<|im_end|>")
+
+
+def _check_message(message: Message, where: str):
+    if not isinstance(message, Mapping):
+        raise MessageError(f"{where} is {type(message).__name__}, not an object with 'role' and 'content'")
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLE_TOKENS:
+        raise MessageError(f"{where} has role {role!r}; use system, user, assistant or tool")
+    if not isinstance(message.get("name") or "", str):
+        raise MessageError(f"{where} has name {message['name']!r}, not a string")
+    calls = message.get("tool_calls")
+    if calls and role != "assistant":
+        raise MessageError(f"{where} has role {role!r} and tool_calls; only an assistant calls tools")
+    if message.get("content") is None and not calls:
+        raise MessageError(f"{where} ({role}) has no content; give a string, which may be empty")
+    if role == "tool" and not (isinstance(message.get("tool_call_id"), str) and message["tool_call_id"]):
+        raise MessageError(f"{where} (tool) has no tool_call_id; give the id of the call that it answers")
+    if calls is not None and not isinstance(calls, list | tuple):
+        raise MessageError(f"{where}.tool_calls is {type(calls).__name__}, not a list")
+    for index, call in enumerate(calls or []):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str | Mapping):
+            raise MessageError(
+                f"{where}.tool_calls[{index}] needs a 'function' with 'name' and 'arguments' (JSON text or an object)"
+            )
+        if not isinstance(call.get("id"), str) or not call["id"]:
+            raise MessageError(f"{where}.tool_calls[{index}] has no id; Kimi names calls functions.NAME:INDEX")
+
+
+def _content(content: Any, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list | tuple):
+        raise MessageError(f"{where}.content is {type(content).__name__}; give a string or a list of text parts")
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in ("image", "image_url", "video", "video_url", "input_image"):
+            raise MessageError(
+                f"{where}.content[{index}] is of type {kind!r}; only the text model runs here, so describe it in text"
+            )
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise MessageError(f"{where}.content[{index}] is not a text part such as {{'type': 'text', 'text': 'Hi'}}")
+    return "".join(part["text"] for part in content)
+
+
+def _reasoning(message: Message, where: str) -> str:
+    given = [message[key] for key in ("reasoning_content", "reasoning") if message.get(key)] or [""]
+    if not isinstance(given[0], str):
+        raise MessageError(f"{where} has reasoning of type {type(given[0]).__name__}, not a string")
+    if given[-1] != given[0]:
+        raise MessageError(f"{where} has both reasoning and reasoning_content, and they differ; keep one")
+    return given[0]
+
+
+def _declaration(tools: Sequence[Mapping[str, Any]]) -> str:
+    for index, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+        if not (isinstance(function, Mapping) and isinstance(function.get("name"), str) and function["name"]):
+            raise MessageError(
+                f"tools[{index}] is not {{'type': 'function', 'function': {{'name': ..., 'parameters': ...}}}}"
+            )
+    try:
+        return typescript_declaration([tool["function"] for tool in tools])
+    except SchemaError as error:
+        warnings.warn(f"tools are declared as JSON, because a schema has no TypeScript form: {error}", stacklevel=3)
+        return json.dumps(sort_keys(tools), ensure_ascii=False, separators=(",", ":"))
