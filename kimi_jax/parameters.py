@@ -137,5 +137,5 @@ def bind[M: nnx.Module](module: M, parameters: Parameters) -> M:
     """The module with its declarations replaced by arrays, for use inside a jitted function."""
     graph, state = nnx.split(module)
     state = jax.tree.map(lambda leaf: leaf, state)
-    nnx.replace_by_pure_dict(state, parameters)
+    nnx.replace_by_pure_dict(state, cast(dict[str, Any], parameters))
     return nnx.merge(graph, state)

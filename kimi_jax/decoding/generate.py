@@ -1,0 +1,134 @@
+"""The host's part of decoding: batches of prompts in, tokens out between dispatches."""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Array
+
+from kimi_jax.decoding.programs import Programs
+from kimi_jax.decoding.sampling import request_keys
+from kimi_jax.decoding.state import FINE, Snapshot
+from kimi_jax.parallel.sharding import REQUESTS
+from kimi_jax.parameters import Parameters
+
+SMALLEST_CHUNK = 16
+CACHE_MULTIPLE = 64
+
+
+class NonFiniteLogitsError(RuntimeError):
+    """The target's logits held NaN or infinity: broken weights or a broken kernel, never a token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Tokens that arrived with one dispatch: for each prompt its new ones, in order."""
+
+    new_tokens: list[list[int]]
+    finished: list[bool]
+    rounds: int
+    """Rounds run so far, by the request that ran most."""
+    seconds: float
+    """Since generation started."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Shapes and batch sizes of a generation that a user may set."""
+
+    max_new_tokens: int = 128
+    prefill_chunk: int = 512
+    """Prompt tokens a prefill step runs for each request."""
+    rounds_per_dispatch: int = 8
+    """Rounds the device runs before the host looks; the first dispatch runs one, so that text starts early."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(f"{field.name} is {getattr(self, field.name)}; it must be positive")
+
+
+def generate(
+    programs: Programs, parameters: Parameters, prompts: Sequence[Sequence[int]], limits: Limits, seed: int = 0
+) -> Iterator[Progress]:
+    """Decodes a batch of prompts of any lengths, yielding after every dispatch. Stop tokens are not among the tokens.
+
+    Raises:
+      ValueError: an empty prompt, ids outside the vocabulary, or more positions than the model has.
+      NonFiniteLogitsError: naming the prompt and the position.
+    """
+    started = time.perf_counter()
+    config = programs.model.config
+    check_prompts(prompts, config.vocab_size, config.max_position_embeddings, limits.max_new_tokens)
+    multiple = programs.request_multiple
+    requests = -(-len(prompts) // multiple) * multiple
+    longest = max(map(len, prompts))
+    chunk = min(limits.prefill_chunk, _power_of_two(longest))
+    capacity = _round_up(longest + limits.max_new_tokens + 1, CACHE_MULTIPLE)
+    padded = [*prompts, *[[] for _ in range(requests - len(prompts))]]
+
+    def place(values: np.ndarray) -> Array:
+        return jax.device_put(values, NamedSharding(programs.mesh, REQUESTS))
+
+    budgets = np.asarray([limits.max_new_tokens if prompt else 0 for prompt in padded], np.int32)
+    state = programs.start(
+        place(np.asarray(request_keys(seed, requests))), place(budgets),
+        capacity=capacity, max_new_tokens=limits.max_new_tokens,
+    )  # fmt: skip
+    for first in range(0, longest, chunk):
+        tokens = np.zeros((requests, chunk), np.int32)
+        counts = np.zeros(requests, np.int32)
+        for row, prompt in enumerate(padded):
+            part = prompt[first : first + chunk]
+            tokens[row, : len(part)] = part
+            counts[row] = len(part)
+        state = programs.prefill(parameters, state, place(tokens), place(counts))
+
+    seen, rounds, done = [0] * len(prompts), 1, False
+    while not done:
+        state, snapshot = programs.decode(parameters, state, jnp.int32(rounds))
+        snapshot = jax.tree.map(np.asarray, snapshot)
+        _raise_if_failed(snapshot)
+        ends = snapshot.counts[: len(prompts)].tolist()
+        new = [snapshot.emitted[row, seen[row] : end].tolist() for row, end in enumerate(ends)]
+        finished = snapshot.finished[: len(prompts)].tolist()
+        seen, rounds, done = ends, limits.rounds_per_dispatch, all(finished)
+        yield Progress(new, finished, int(snapshot.rounds.max()), time.perf_counter() - started)
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, positions: int, max_new_tokens: int) -> None:
+    """Refuses what would index outside the embedding or the positions. Raises ValueError naming the prompt."""
+    if not prompts:
+        raise ValueError("there is no prompt")
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {index} is empty")
+        if max(prompt) >= vocab_size or min(prompt) < 0:
+            raise ValueError(f"prompt {index} has an id outside 0..{vocab_size - 1}; does the tokenizer fit the model?")
+        if len(prompt) + max_new_tokens > positions:
+            raise ValueError(
+                f"prompt {index} has {len(prompt)} tokens; with {max_new_tokens} new ones it exceeds the model's "
+                f"{positions} positions"
+            )
+
+
+def _raise_if_failed(snapshot: Snapshot) -> None:
+    failed = np.flatnonzero(snapshot.failed != FINE)
+    if failed.size:
+        prompt = int(failed[0])
+        raise NonFiniteLogitsError(
+            f"prompt {prompt}: the logits behind position {int(snapshot.failed[prompt])} are not finite; "
+            "check the checkpoint (scripts/evaluate.py logits) and the kernels in use"
+        )
+
+
+def _power_of_two(size: int) -> int:
+    return max(SMALLEST_CHUNK, 1 << (size - 1).bit_length())
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

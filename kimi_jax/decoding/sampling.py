@@ -1,0 +1,98 @@
+"""The target's next token for every row of a step: the same whatever the mesh, the batch or the speculation.
+
+A token is drawn by the Gumbel-max rule with noise that depends on the request's key and the token's position alone.
+Rows at one depth of a draft tree share their noise; only one of them lies on the realised path, so each emitted token
+is an exact draw from the target given its prefix, and speculation changes neither its law nor the draw itself.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from kimi_jax.parallel.collectives import all_gather, axis_index
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the target picks; temperature 0 is greedy. Filters apply in the order top-k, top-p, min-p."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the most likely tokens that together reach this probability, always at least one."""
+    min_p: float = 0.0
+    """Keep tokens with at least this fraction of the most likely token's probability."""
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or positive")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; it must be 0 (off) or positive")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must lie in (0, 1]")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is {self.min_p}; it must lie in [0, 1]")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0
+
+
+def request_keys(seed: int, requests: int) -> UInt32[Array, "requests 2"]:
+    """One key for each request of a batch, a function of the seed and the request's index."""
+    keys = jax.vmap(lambda index: jax.random.fold_in(jax.random.key(seed), index))(jnp.arange(requests))
+    return jax.random.key_data(keys)
+
+
+def next_tokens(
+    logits: Float[Array, "requests rows vocab_local"],
+    positions: Int[Array, "requests rows"],
+    keys: UInt32[Array, "requests 2"],
+    sampling: Sampling,
+) -> tuple[Int[Array, "requests rows"], Bool[Array, "requests rows"]]:
+    """Token that follows each row, and whether the row's logits were finite (an id must not be made of NaN).
+
+    Args:
+      logits: float32, this tp rank's part of the vocabulary.
+      positions: of the rows; the token drawn stands one later.
+    """
+    if sampling.greedy:
+        return _argmax(logits)
+    full = filtered_logits(all_gather(logits, "tp", dimension=-1), sampling)
+
+    def noise(key: Array, position: Array) -> Array:
+        return jax.random.gumbel(jax.random.fold_in(jax.random.wrap_key_data(key), position), full.shape[-1:])
+
+    noisy = full + jax.vmap(jax.vmap(noise, (None, 0)))(keys, positions + 1)
+    return jnp.argmax(noisy, axis=-1).astype(jnp.int32), jnp.isfinite(full.max(-1))
+
+
+def _argmax(logits: Float[Array, "requests rows vocab_local"]) -> tuple[Array, Array]:
+    """Greedy choice over the sharded vocabulary: two numbers a row and rank travel; ties go to the lower id."""
+    local = jnp.argmax(logits, axis=-1)
+    best = jnp.take_along_axis(logits, local[..., None], axis=-1)
+    ids = (local + axis_index("tp") * logits.shape[-1]).astype(jnp.int32)[..., None]
+    best, ids = all_gather(best, "tp", dimension=-1), all_gather(ids, "tp", dimension=-1)
+    winner = jnp.argmax(best, axis=-1, keepdims=True)
+    token = jnp.take_along_axis(ids, winner, axis=-1)[..., 0]
+    return token, jnp.isfinite(jnp.take_along_axis(best, winner, axis=-1)[..., 0])
+
+
+def filtered_logits(logits: Float[Array, "*rows vocab"], sampling: Sampling) -> Float[Array, "*rows vocab"]:
+    """Logits divided by the temperature, with what the filters exclude at -inf. Tokens tied at a cut are kept."""
+    logits = logits / sampling.temperature
+    if not sampling.top_k and sampling.top_p == 1 and not sampling.min_p:
+        return logits
+    ordered = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
+    if sampling.top_k and sampling.top_k < logits.shape[-1]:
+        ordered = jnp.where(jnp.arange(ordered.shape[-1]) < sampling.top_k, ordered, -jnp.inf)
+    probabilities = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    kept = (before < sampling.top_p) & (probabilities >= sampling.min_p * probabilities[..., :1])
+    kept &= ordered > -jnp.inf
+    cut = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits >= cut, logits, -jnp.inf)

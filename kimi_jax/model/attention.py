@@ -1,0 +1,74 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) over a cached prefix and a tree of rows."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from kimi_jax.config import ModelConfig
+from kimi_jax.model.cache import Latents
+from kimi_jax.model.layers import Linear, RMSNorm
+from kimi_jax.model.rope import inverse_frequencies, rotate_interleaved, rotation
+from pallas_kernels.tree_attention import prefill_attention, tree_attention
+
+
+def expanded_is_cheaper(config: ModelConfig, rows: int) -> bool:
+    """Whether `rows` rows on one context cost fewer operations with keys and values expanded for every head.
+
+    Absorbed, a row meets a position with 2·(2·kv_lora_rank + rope) operations a head; expanded with
+    2·(nope + rope + v), after 2·kv_lora_rank·(nope + v) once for the position: from 171 rows for K2.6.
+    """
+    saved = 2 * config.kv_lora_rank - config.qk_nope_head_dim - config.v_head_dim
+    return rows * saved >= config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim)
+
+
+class LatentAttention(nnx.Module):
+    """MLA with heads sharded on tp; the latent is computed and cached whole on every tp rank."""
+
+    def __init__(self, config: ModelConfig):
+        heads, hidden = config.num_attention_heads, config.hidden_size
+        self.q_a_proj = Linear(hidden, config.q_lora_rank)
+        self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.latent_norm_eps)
+        self.q_b_proj = Linear(config.q_lora_rank, heads * config.qk_head_dim, ("heads", None))
+        self.kv_a_proj_with_mqa = Linear(hidden, config.kv_lora_rank + config.qk_rope_head_dim)
+        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, config.latent_norm_eps)
+        per_head = config.qk_nope_head_dim + config.v_head_dim
+        self.kv_b_proj = Linear(config.kv_lora_rank, heads * per_head, ("heads", None))
+        self.o_proj = Linear(heads * config.v_head_dim, hidden, (None, "heads"))
+        self.config = config
+
+    def __call__(
+        self,
+        x: Float[Array, "requests rows hidden"],
+        positions: Int[Array, "requests rows"],
+        cached: Latents,
+        lengths: Int[Array, " requests"],
+        ancestors: Bool[Array, "requests rows rows"],
+        expanded: bool | None = None,
+    ) -> tuple[Float[Array, "requests rows hidden"], Latents]:
+        """This tp rank's part of the output (to be summed over tp), and the rows' own latents for the cache.
+
+        `expanded` picks the form; None takes the one with fewer operations. Both give the same values.
+        """
+        config = self.config
+        nope, rank = config.qk_nope_head_dim, config.kv_lora_rank
+        amplitude = config.yarn.amplitude if config.yarn else 1.0
+        frequencies = inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, config.yarn)
+        cos, sin = rotation(positions, frequencies, amplitude)
+
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q = q.reshape(*q.shape[:-1], -1, config.qk_head_dim)
+        q_nope, q_rope = q[..., :nope], rotate_interleaved(q[..., nope:], cos[..., None, :], sin[..., None, :])
+        compressed = self.kv_a_proj_with_mqa(x)
+        own = Latents(self.kv_a_layernorm(compressed[..., :rank]), rotate_interleaved(compressed[..., rank:], cos, sin))
+        w = self.kv_b_proj.weight[...].reshape(-1, nope + config.v_head_dim, rank)
+        w_uk, w_uv = w[:, :nope], w[:, nope:]
+        keys = (cached.latent, cached.rope, lengths, own.latent, own.rope, ancestors)
+        if expanded_is_cheaper(config, x.shape[1]) if expanded is None else expanded:
+            out, _ = prefill_attention(q_nope, q_rope, *keys, w_uk, w_uv, scale=config.attention_scale)
+        else:
+            q_latent = jnp.einsum("brhn,hnc->brhc", q_nope, w_uk)
+            latent, _ = tree_attention(q_latent, q_rope, *keys, scale=config.attention_scale)
+            out = jnp.einsum("brhc,hvc->brhv", latent, w_uv)
+        with jax.named_scope("output"):
+            return self.o_proj(out.reshape(*out.shape[:-2], -1)), own

@@ -1,0 +1,154 @@
+"""The language model: one forward over rows that see a cached prefix and each other through a tree mask.
+
+Prefill, one-token decoding and tree verification are the same call. A causal chunk is a tree that is a path; one new
+token is a tree of one node.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from kimi_jax.config import ModelConfig
+from kimi_jax.model.attention import LatentAttention
+from kimi_jax.model.cache import Cache, Latents
+from kimi_jax.model.layers import Embedding, GatedMLP, Linear, RMSNorm
+from kimi_jax.model.moe import Experts, MakeExperts, MixtureOfExperts
+from kimi_jax.parallel.collectives import all_reduce
+from kimi_jax.parallel.exchange import Exchange, allgather
+from kimi_jax.parallel.placement import Placement, even_placement
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What one step runs: rows of tokens behind each request's cached prefix."""
+
+    tokens: Int[Array, "requests rows"]
+    positions: Int[Array, "requests rows"]
+    ancestors: Bool[Array, "requests rows rows"]
+    """`ancestors[b, i, j]`: row i of request b sees row j. A real row sees itself; a padding row sees nothing."""
+    lengths: Int[Array, " requests"]
+    """Cached positions of each request, all seen by all of its real rows."""
+
+    @property
+    def valid(self) -> Bool[Array, "requests rows"]:
+        """Which rows are real."""
+        return jnp.diagonal(self.ancestors, axis1=1, axis2=2)
+
+
+def causal_rows(
+    tokens: Int[Array, "requests rows"], lengths: Int[Array, " requests"], counts: Int[Array, " requests"]
+) -> Rows:
+    """A chunk of text: row i sees rows 0..i; the first `counts` rows of each request are real."""
+    index = jnp.arange(tokens.shape[1])
+    real = index < counts[:, None]
+    ancestors = (index[:, None] >= index) & real[:, :, None]
+    return Rows(tokens, lengths[:, None] + index, ancestors, lengths)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What one forward leaves."""
+
+    hidden: Float[Array, "requests rows hidden"]
+    """After the final norm, what the head takes."""
+    latents: list[Latents]
+    """The rows' own latents, one entry a layer, to commit to the cache."""
+    taps: list[Float[Array, "requests rows hidden"]]
+    """Residual stream after each tapped layer, before any further norm."""
+
+
+class DecoderLayer(nnx.Module):
+    """x + attention(norm x), then + mlp(norm ·); each half ends in one sum over tp."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, placement: Placement, exchange: Exchange, make_experts: MakeExperts
+    ):
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = LatentAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        dense = layer < config.first_k_dense_replace
+        self.mlp = (
+            GatedMLP(config.hidden_size, config.intermediate_size)
+            if dense
+            else MixtureOfExperts(config, placement, exchange, make_experts)
+        )
+
+    def __call__(
+        self, x: Float[Array, "requests rows hidden"], rows: Rows, cached: Latents, expanded: bool | None
+    ) -> tuple[Float[Array, "requests rows hidden"], Latents]:
+        with jax.named_scope("attention"):
+            partial, own = self.self_attn(
+                self.input_layernorm(x), rows.positions, cached, rows.lengths, rows.ancestors, expanded
+            )
+        with jax.named_scope("reductions"):
+            x = x + all_reduce(partial, "tp")
+        normalised = self.post_attention_layernorm(x)
+        if isinstance(self.mlp, GatedMLP):
+            with jax.named_scope("dense"):
+                partial = self.mlp(normalised)
+        else:
+            partial = self.mlp(normalised, rows.valid)
+        with jax.named_scope("reductions"):
+            return x + all_reduce(partial, "tp"), own
+
+
+class Transformer(nnx.Module):
+    """Embedding, layers and final norm."""
+
+    def __init__(self, config: ModelConfig, placement: Placement, exchange: Exchange, make_experts: MakeExperts):
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nnx.List(
+            [
+                DecoderLayer(config, layer, placement, exchange, make_experts)
+                for layer in range(config.num_hidden_layers)
+            ]
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def __call__(
+        self, rows: Rows, cache: Cache, tap_layers: Sequence[int] = (), expanded: bool | None = None
+    ) -> Output:
+        """Runs all rows through all layers. The cache is read, not written: `cache.commit` does that.
+
+        `tap_layers` are 0-based ids of layers whose output residual stream is kept, in ascending order of use.
+        """
+        x = self.embed_tokens(rows.tokens)
+        latents, taps = [], {}
+        for index, (layer, cached) in enumerate(zip(self.layers, cache, strict=True)):
+            with jax.named_scope(f"layer{index}"):
+                x, own = layer(x, rows, cached, expanded)
+            latents.append(own)
+            if index in tap_layers:
+                taps[index] = x
+        return Output(self.norm(x), latents, [taps[layer] for layer in tap_layers])
+
+
+class CausalLM(nnx.Module):
+    """The whole language model. Building it allocates nothing: see `parameters`.
+
+    Attribute names are the checkpoint's, so a weight's path in this tree is its key in the file.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        placement: Placement | None = None,
+        exchange: Exchange = allgather,
+        make_experts: MakeExperts = Experts,
+    ):
+        placement = placement or even_placement(config.n_routed_experts, 1)
+        self.model = Transformer(config, placement, exchange, make_experts)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, ("vocab", None))
+        self.config = config
+        self.placement = placement
+
+    def logits(self, hidden: Float[Array, "*rows hidden"]) -> Float[Array, "*rows vocab"]:
+        """Float32 logits of this tp rank's part of the vocabulary."""
+        with jax.named_scope("head"):
+            return self.lm_head(hidden).astype(jnp.float32)
