@@ -74,7 +74,7 @@ def attend(
 
     def body(*refs):
         (ql_ref, qr_ref, cl_ref, cr_ref, rl_ref, rr_ref, length_ref, mask_ref, pieces_ref, requests_ref) = refs[:10]
-        out_ref, lse_ref, *part_refs = refs[10 : 12 + 2 * (splits > 1)]
+        result = registers.Result(refs[10 : 12 + 2 * (splits > 1)])
         ql, qr, latent, key_rope, p_smem, row_smem, q_full, kv_full, kv_free, p_ready, p_free = refs[-11:]
 
         piece, tile_index, warpgroup = (lax.axis_index(name) for name in ("piece", "tile", "warpgroup"))
@@ -120,29 +120,9 @@ def attend(
         def zeros():
             return plgpu.layout_cast(jnp.full((TILE_ROWS, half), 0, jnp.float32), TILE)
 
-        def write(request, column, acc, inverse, lse=None):
-            """A whole request goes to the result, a cut one to this piece's partial result."""
-            start, lo, hi = extent(request)
-            columns = pl.ds(column, half)
-            value = acc * spread(inverse, (TILE_ROWS, half))
+        def destination(request, lo, hi):
             whole = (lo == 0) & (hi == requests_ref[request, 1])
-
-            def to_result():
-                registers.store(out_ref.at[request, rows, columns], value.astype(out_ref.dtype))
-                if lse is not None:
-                    registers.store(lse_ref.at[request, rows], lse * registers.LN2)
-
-            def to_partial():
-                segment = registers.segment(piece, request, first_request)
-                registers.store(part_refs[0].at[segment, rows, columns], value)
-                if lse is not None:
-                    registers.store(part_refs[1].at[segment, rows], lse)
-
-            if splits == 1:
-                to_result()
-            else:
-                pl.when(whole)(to_result)
-                pl.when(jnp.logical_not(whole))(to_partial)
+            return request, registers.segment(piece, request, first_request), whole, rows
 
         @pl.when(warpgroup == 0)
         def _scores():
@@ -205,7 +185,9 @@ def attend(
                 plgpu.barrier_wait(p_free)
                 row_smem[...] = inverse
                 plgpu.barrier_arrive(p_ready)
-                write(request, 0, acc, inverse, lse)
+                result.write_lse(lse, *destination(request, lo, hi))
+                left = acc * spread(inverse, acc.shape)
+                result.write_values(left, *destination(request, lo, hi), pl.ds(0, half))
 
             lax.fori_loop(first_request, end_request, one_request, None)
 
@@ -249,7 +231,8 @@ def attend(
                 plgpu.barrier_wait(p_ready)
                 inverse = plgpu.load(row_smem, layout=ROW, optimized=False)
                 plgpu.barrier_arrive(p_free)
-                write(request, half, acc, inverse)
+                right = acc * spread(inverse, acc.shape)
+                result.write_values(right, *destination(request, lo, hi), pl.ds(half, half))
                 return tuple(cursor)
 
             lax.fori_loop(first_request, end_request, one_request, (ahead, ahead_j))

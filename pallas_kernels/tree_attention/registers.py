@@ -8,6 +8,7 @@ import math
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 FLOOR = -1e30
@@ -62,3 +63,33 @@ def normaliser(maximum, total, load_word, words):
 def base2(scale: float) -> float:
     """The factor that brings a dot product to a base-2 score."""
     return scale * math.log2(math.e)
+
+
+class Result:
+    """Where a query tile's outcome goes: a whole request to the results, a cut one to its piece's partial results."""
+
+    def __init__(self, refs):
+        self.out, self.lse, *self.parts = refs
+
+    def write_values(self, value, request, segment, whole, rows, columns) -> None:
+        """Store normalised values (float32 registers) of the query rows and value columns given."""
+
+        def to_result():
+            store(self.out.at[request, rows, columns], value.astype(self.out.dtype))
+
+        self._write(whole, to_result, lambda: store(self.parts[0].at[segment, rows, columns], value))
+
+    def write_lse(self, lse, request, segment, whole, rows) -> None:
+        """Store the base-2 log-sum-exp: natural in the results, base 2 in the partial results."""
+
+        def to_result():
+            store(self.lse.at[request, rows], lse * LN2)
+
+        self._write(whole, to_result, lambda: store(self.parts[1].at[segment, rows], lse))
+
+    def _write(self, whole, to_result, to_partial):
+        if self.parts:
+            pl.when(whole)(to_result)
+            pl.when(jnp.logical_not(whole))(to_partial)
+        else:
+            to_result()

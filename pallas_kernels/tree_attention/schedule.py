@@ -7,6 +7,7 @@ spread over many pieces, and a piece walks over many short requests. A piece tha
 result; only requests cut by a boundary pass through float32 partial results, at most two for each piece.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.tree_attention import registers
 
@@ -138,3 +139,52 @@ def join(part, part_lse, schedule: Schedule, out: jax.Ref, lse: jax.Ref, *, inte
         interpret=interpret,
         kernel_name="tree_attention_join",
     )(part, part_lse, schedule.pieces, schedule.joins, out, lse)
+
+
+def launch(
+    attend: Callable,
+    config,
+    q_latent: Float[Array, "requests rows heads rank"],
+    q_rope: Float[Array, "requests rows heads rope"],
+    cache_latent: Float[Array, "requests positions rank"],
+    cache_rope: Float[Array, "requests positions rope"],
+    lengths: Int[Array, " requests"],
+    row_latent: Float[Array, "requests rows rank"],
+    row_rope: Float[Array, "requests rows rope"],
+    ancestors: Bool[Array, "requests rows rows"],
+    *,
+    scale: float,
+    interpret=None,
+) -> tuple[Float[Array, "requests rows heads rank"], Float[Array, "requests rows heads"]]:
+    """Bring the public operation's arguments into a kernel's form, run it and bring the results back.
+
+    Queries become one axis of query rows (row x heads + head). Nothing of the cache is touched here. The mask and
+    the schedule depend on lengths and ancestors alone: one compiled step computes them once for all its layers.
+    """
+    requests, rows, heads, rank = q_latent.shape
+    query_rows = rows * heads
+    padded = -(-query_rows // config.row_multiple) * config.row_multiple
+
+    def align(array):  # the copy engine's tiles are 8 rows high; it fills what lies past the end with zeros
+        return jnp.pad(array, ((0, 0), (0, -array.shape[1] % 8), (0, 0)))
+
+    # A request without a valid row sees nothing, however long its context is.
+    lengths = jnp.where(ancestors.any(axis=(1, 2)), jnp.minimum(lengths, cache_latent.shape[1]), 0).astype(jnp.int32)
+    out, lse = attend(
+        align(q_latent.reshape(requests, query_rows, rank)),
+        align(q_rope.reshape(requests, query_rows, -1)),
+        cache_latent,
+        cache_rope,
+        align(row_latent),
+        align(row_rope),
+        lengths,
+        pack_mask(ancestors, heads, config.block, padded),
+        plan(lengths, -(-rows // config.block), config.block, config.splits),
+        scale=scale,
+        config=config,
+        interpret=interpret,
+    )
+    return (
+        out[:, :query_rows].reshape(q_latent.shape),
+        lse[:, :query_rows].reshape(requests, rows, heads),
+    )
