@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from kimi_jax.tokenizer import IncrementalDecoder, Tokenizer
+from kimi_jax.tokenizer import Tokenizer
 from kimi_jax.tool_declaration import SchemaError, sort_keys, typescript_declaration
 
 Message = Mapping[str, Any]
@@ -129,32 +129,29 @@ class Piece:
     text: str
 
 
-@dataclass
 class ResponseStream:
     """Splits one request's generated ids, as they arrive, into thinking, answer and tool calls.
 
     Push ids as they are generated and show the pieces; call `finish` once at the end. Any sequence of ids is
     accepted. Control tokens are not shown, and ids after `<|im_end|>` or `[EOS]` are ignored.
-
-    Attributes:
-        tokenizer: the checkpoint's tokenizer.
-        thinking: whether the prompt left the thinking part open, as `render` was told.
     """
 
-    tokenizer: Tokenizer
-    thinking: bool = True
-    _part: Literal["thinking", "answer"] = field(init=False)
-    _within: Literal["text", "section", "call id", "call arguments"] = field(default="text", init=False)
-    _ended: bool = field(default=False, init=False)
-    _texts: dict[str, str] = field(default_factory=lambda: {"thinking": "", "answer": ""}, init=False)
-    _call: list[list[int]] = field(default_factory=lambda: [[], []], init=False)
-    _calls: list[ToolCall] = field(default_factory=list, init=False)
-    _decoder: IncrementalDecoder = field(init=False)
+    def __init__(self, tokenizer: Tokenizer, thinking: bool = True):
+        """Start a response.
 
-    def __post_init__(self):
-        self._part = "thinking" if self.thinking else "answer"
-        self._decoder = self.tokenizer.decoder(skip_special=True)
-        self._names = {i: name for name, i in self.tokenizer.special_ids.items()}
+        Args:
+            tokenizer: the checkpoint's tokenizer.
+            thinking: whether the prompt left the thinking part open, as `render` was told.
+        """
+        self._tokenizer = tokenizer
+        self._names = {token: name for name, token in tokenizer.special_ids.items()}
+        self._decoder = tokenizer.decoder()
+        self._part: Literal["thinking", "answer"] = "thinking" if thinking else "answer"
+        self._within: Literal["text", "call id", "call arguments"] = "text"
+        self._ended = False
+        self._texts = {"thinking": "", "answer": ""}
+        self._call: dict[str, list[int]] = {"call id": [], "call arguments": []}
+        self._calls: list[ToolCall] = []
 
     def push(self, ids: Iterable[int]) -> list[Piece]:
         """Text completed by `ids`."""
@@ -167,39 +164,31 @@ class ResponseStream:
                 self._control(name, pieces)
             elif self._within == "text":
                 self._show(self._decoder.push([token]), pieces)
-            elif self._within != "section":
-                self._call[self._within == "call arguments"].append(token)
+            else:
+                self._call[self._within].append(token)
         return pieces
 
     def finish(self) -> tuple[list[Piece], Response]:
         """The last piece (an unfinished character shows as U+FFFD), and the whole response."""
         pieces: list[Piece] = []
         self._show(self._decoder.flush(), pieces)
-        if self._within.startswith("call"):
-            self._close_call("the response ended inside the call")
+        self._close_call("the response ended inside the call")
         self._ended = True
         return pieces, Response(self._texts["thinking"], self._texts["answer"], tuple(self._calls))
 
     def _control(self, name: str, pieces: list[Piece]):
-        if self._within == "text":
-            self._show(self._decoder.flush(), pieces)
+        self._show(self._decoder.flush(), pieces)
         if name in ("<|im_end|>", "[EOS]"):
             self._ended = True
-        elif name == _CALL_BEGIN:
-            if self._within.startswith("call"):
-                self._close_call("another call began inside the call")
-            self._within = "call id"
-            # A call ends the thinking even where the model did not close it.
-            self._part = "answer"
         elif name == _CALL_ARGUMENTS and self._within == "call id":
             self._within = "call arguments"
-        elif name == _CALL_END and self._within.startswith("call"):
+        elif name == _CALL_END:
             self._close_call(None if self._within == "call arguments" else "the call has no arguments")
-        elif name in (_SECTION_BEGIN, _SECTION_END):
-            if self._within.startswith("call"):
-                self._close_call("the tool section ended inside the call")
-            self._within = "section" if name == _SECTION_BEGIN else "text"
+        elif name in (_CALL_BEGIN, _SECTION_BEGIN, _SECTION_END):
+            self._close_call(f"{name} came inside the call")
+            # A call ends the thinking even where the model did not close it.
             self._part = "answer"
+            self._within = "call id" if name == _CALL_BEGIN else "text"
         elif name in (_THINK, _END_THINK) and self._within == "text":
             self._part = "thinking" if name == _THINK else "answer"
 
@@ -209,9 +198,11 @@ class ResponseStream:
             pieces.append(Piece(self._part, text))
 
     def _close_call(self, error: str | None):
-        call_id, arguments = (self.tokenizer.decode(ids).strip() for ids in self._call)
-        self._call = [[], []]
-        self._within = "section"
+        if self._within == "text":
+            return
+        call_id, arguments = (self._tokenizer.decode(ids).strip() for ids in self._call.values())
+        self._call = {"call id": [], "call arguments": []}
+        self._within = "text"
         name = call_id.removeprefix("functions.").partition(":")[0]
         if error is None and not name:
             error = "the call names no function"
@@ -219,7 +210,7 @@ class ResponseStream:
             try:
                 if not isinstance(json.loads(arguments), dict):
                     error = "the arguments are not a JSON object"
-            except (json.JSONDecodeError, RecursionError) as problem:
+            except (ValueError, RecursionError) as problem:
                 error = f"the arguments are not JSON: {problem}"
         self._calls.append(ToolCall(call_id, name, arguments, error))
 

@@ -192,12 +192,14 @@ class Tokenizer:
             ids: token ids.
             skip_special: leave out control tokens ("special": true in tokenizer_config.json, and reserved ids).
         """
-        kept = (i for i in ids if not (skip_special and i in self._skipped))
-        return b"".join(map(self.token_bytes, kept)).decode("utf-8", errors="replace")
+        return self._join(ids, skip_special).decode("utf-8", errors="replace")
 
     def decoder(self, *, skip_special: bool = False) -> IncrementalDecoder:
         """A decoder for one stream of ids; see `IncrementalDecoder`."""
         return IncrementalDecoder(self, skip_special=skip_special)
+
+    def _join(self, ids: Iterable[int], skip_special: bool) -> bytes:
+        return b"".join(self.token_bytes(i) for i in ids if not (skip_special and i in self._skipped))
 
 
 class IncrementalDecoder:
@@ -210,8 +212,7 @@ class IncrementalDecoder:
 
     def push(self, ids: Iterable[int]) -> str:
         """Text completed by `ids`; the bytes of an unfinished character wait for the next call."""
-        kept = (i for i in ids if not (self._skip_special and i in self._tokenizer._skipped))
-        return self._utf8.decode(b"".join(map(self._tokenizer.token_bytes, kept)))
+        return self._utf8.decode(self._tokenizer._join(ids, self._skip_special))
 
     def flush(self) -> str:
         """End of the stream: U+FFFD for bytes left of an unfinished character, else nothing."""

@@ -221,8 +221,11 @@ def test_tool_calls_inside_thinking_end_it(tokenizer):
         ("<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{a}<|tool_call_end|>", "not JSON"),
         ("<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>[1]<|tool_call_end|>", "not a JSON object"),
         ("<|tool_call_begin|>functions.f:0<|tool_call_end|>", "no arguments"),
-        ("<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_calls_section_end|>", "section ended"),
-        ("<|tool_call_begin|>functions.f:0<|tool_call_begin|>", "another call began"),
+        (
+            "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_calls_section_end|>",
+            "<|tool_calls_section_end|> came inside",
+        ),
+        ("<|tool_call_begin|>functions.f:0<|tool_call_begin|>", "<|tool_call_begin|> came inside"),
         ("<|tool_call_begin|><|tool_call_argument_begin|>{}<|tool_call_end|>", "names no function"),
     ],
 )

@@ -229,6 +229,7 @@ TEXTS = [
     "\r\n\r\n \t\u3000\u00a0x\u2028y\u0085z\x1c\x1d",
     "!?…—«»\n\n//<|im_end|> [BOS] <think></think> <|reserved_token_5|>",
     'def f(x):\n    return {"a": x ** 2}  # comment\n',
+    "wow!\nyes !\r\n!\n\n it'S IT'S x'Sx",
     "\x00\x7f\ufeff\ufffd",
 ]
 # (unit, repeats) pairs joined: the cuts at 25,000 characters of one kind and at 400,000 characters fall inside units.
@@ -256,7 +257,8 @@ def base_tokens(merges=120):
                 if (word[i], word[i + 1]) == best:
                     word[i : i + 2] = [best[0] + best[1]]
                 i += 1
-    return tokens
+    # Pairs that show where the split pattern cuts: contractions in capitals, line ends after punctuation.
+    return [*tokens, b"T'", b"'S", b"!\n", b"\n!", b"\r\n", b" !"]
 
 
 def load_module(path, name):
