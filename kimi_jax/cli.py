@@ -1,0 +1,82 @@
+"""What the scripts share: the options that place a checkpoint on a mesh, and errors told in one line."""
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from meshes.devices import build_mesh, select_devices, use_cpu_if_no_gpu
+from meshes.presets import Preset, preset
+
+BUNDLED_CHECKPOINT = Path(__file__).parent / "assets" / "tiny_random"
+
+Dtype = Literal["auto", "bfloat16", "float32"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshOptions:
+    """Where a checkpoint runs."""
+
+    checkpoint: Path = BUNDLED_CHECKPOINT
+    """Directory in K2.6's own format: config.json, safetensors shards with their index, tiktoken.model."""
+    mesh: str = "local"
+    """Machine: local, hgx-ib-N (N GPUs in nodes of 8; hgx-ib is 16), nvl36 or nvl72; simulated without GPUs."""
+    dp: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Replicas with weights of their own; by default the preset's."""
+    ep: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Ranks that share the experts and split the batch; by default the preset's."""
+    tp: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Ranks that split heads and widths; by default the preset's."""
+    dtype: Dtype = "auto"
+    """Type of activations and dense weights; auto is bfloat16 on GPUs and float32 on simulated meshes."""
+
+    def preset(self) -> Preset:
+        """The preset with the overrides applied. Raises LayoutError naming what works."""
+        return preset(self.mesh).with_axes(dp=self.dp, ep=self.ep, tp=self.tp)
+
+
+def open_engine(options: MeshOptions, console: Console):
+    """Selects devices, loads the checkpoint with a progress bar and returns the engine and what ran where."""
+    use_cpu_if_no_gpu()
+    import jax.numpy as jnp  # after the platform is known, or the CUDA plugin would log its search for a driver
+
+    from kimi_jax.decoding.engine import open_checkpoint
+
+    machine = options.preset()
+    devices = select_devices(machine)
+    console.print(devices.notice, style="dim", highlight=False)
+    mesh = build_mesh(machine, devices.devices)
+    name = options.dtype if options.dtype != "auto" else "float32" if devices.simulated else "bfloat16"
+    dtype = jnp.dtype(name)
+    columns = (TextColumn("loading {task.fields[name]}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("load", total=None, name=options.checkpoint.name)
+        engine = open_checkpoint(
+            options.checkpoint,
+            mesh,
+            machine.layout,
+            dtype,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    return engine, f"{devices.notice}, {name}"
+
+
+@contextlib.contextmanager
+def errors_in_one_line(console: Console) -> Iterator[None]:
+    """Prints an expected error (a wrong file, option or device) without a traceback and exits with status 1."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError, RuntimeError) as error:
+        if type(error).__module__.split(".")[0] in ("jax", "jaxlib"):
+            raise
+        console.print(f"error: {error}", style="red", highlight=False, markup=False)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        console.print("interrupted", style="red")
+        sys.exit(130)

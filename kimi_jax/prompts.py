@@ -1,0 +1,83 @@
+"""Prompts as users give them: text or conversations, from arguments or files, to token ids."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kimi_jax.chat import render
+from kimi_jax.tokenizer import Tokenizer
+
+
+class PromptError(ValueError):
+    """A prompt file that cannot be read; the text names the file, the line and what is expected."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One conversation, or one text."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, text: str) -> "Prompt":
+        """A single user message."""
+        return cls(({"role": "user", "content": text},))
+
+    @property
+    def text(self) -> str:
+        """The last message's text, as the label of a result."""
+        content = self.messages[-1].get("content")
+        return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Prompts of a file: with the ending .jsonl one JSON object a line, otherwise one text a line; empty lines skipped.
+
+    A JSON line is `{"messages": […], "tools": […]}`, `tools` being optional, or a list of messages alone.
+
+    Raises:
+      PromptError: a line that is neither, or a file without prompts.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    parse = _from_json if path.suffix == ".jsonl" else lambda line, where: Prompt.of(line)
+    prompts = [parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise PromptError(f"{path}: there is no prompt in it")
+    return prompts
+
+
+def _from_json(line: str, where: str) -> Prompt:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise PromptError(f"{where}: not JSON ({error}); a .jsonl file has one conversation a line") from None
+    if isinstance(value, list):
+        value = {"messages": value}
+    if not isinstance(value, dict) or not isinstance(value.get("messages"), list) or not value["messages"]:
+        raise PromptError(f'{where}: expected {{"messages": […]}} with at least one message')
+    if not all(isinstance(message, dict) for message in value["messages"]):
+        raise PromptError(f"{where}: every message is a JSON object with role and content")
+    return Prompt(tuple(value["messages"]), tuple(value.get("tools") or ()))
+
+
+def encode(
+    prompts: Sequence[Prompt], tokenizer: Tokenizer, *, raw: bool, thinking: bool, system: str | None
+) -> list[list[int]]:
+    """Ids of each prompt: in the chat template, or with `raw` the text itself.
+
+    Raises:
+      PromptError: a conversation or a system message together with `raw`.
+      MessageError: a message the template cannot take.
+    """
+    if raw:
+        if system is not None or any(len(prompt.messages) > 1 or prompt.tools for prompt in prompts):
+            raise PromptError("raw prompts are plain text: leave out the system message, tools and conversations")
+        return [tokenizer.encode(prompt.text) for prompt in prompts]
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [
+        render([*first, *prompt.messages], tokenizer, tools=prompt.tools or None, thinking=thinking)
+        for prompt in prompts
+    ]

@@ -1,0 +1,192 @@
+"""Decode prompts with a Kimi K2.6 checkpoint: text streams as it is generated, one line sums up the run.
+
+Examples:
+  uv run scripts/decode.py "What is 12 + 30?"
+  uv run scripts/decode.py --mesh nvl72 --max-new-tokens 32 "Tell me a story"
+  uv run scripts/decode.py --file prompts.jsonl --temperature 0.6 --top-p 0.95 --json
+"""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+
+from kimi_jax.chat import Piece, Response, ResponseStream
+from kimi_jax.cli import MeshOptions, errors_in_one_line, open_engine
+from kimi_jax.prompts import Prompt, encode, read_prompts
+from kimi_jax.tokenizer import Tokenizer
+
+FORM = tyro.conf.create_mutex_group(required=False, title="prompt form")
+MODE = tyro.conf.create_mutex_group(required=False, title="thinking")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(MeshOptions):
+    """Options of decode.py."""
+
+    prompts: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT ...")] = ()
+    """Prompts, decoded as one batch. With none and no --file, standard input is one prompt."""
+    file: Path | None = None
+    """Prompts from a file: one a line, or with the ending .jsonl one {"messages": […], "tools": […]} a line."""
+    chat: Annotated[bool, FORM, tyro.conf.FlagCreatePairsOff] = False
+    """Wrap prompts in K2.6's chat template (the default)."""
+    raw: Annotated[bool, FORM, tyro.conf.FlagCreatePairsOff] = False
+    """Continue the prompt's text as it is."""
+    thinking: Annotated[bool, MODE, tyro.conf.FlagCreatePairsOff] = False
+    """Let the model think before it answers (the default)."""
+    instant: Annotated[bool, MODE, tyro.conf.FlagCreatePairsOff] = False
+    """Answer at once."""
+    system: str | None = None
+    """System message put before every prompt."""
+    max_new_tokens: int = 64
+    """Tokens generated for each prompt at most."""
+    temperature: float = 0.0
+    """0 takes the most likely token; K2.6's authors use 1.0 for thinking and 0.6 for instant answers."""
+    top_p: float = 1.0
+    """Sample from the most likely tokens that together reach this probability."""
+    top_k: int = 0
+    """Sample from this many most likely tokens; 0 means all."""
+    min_p: float = 0.0
+    """Leave out tokens below this fraction of the most likely token's probability."""
+    seed: int = 0
+    """Same seed, same text, whatever the mesh and the batch (in float32)."""
+    json: bool = False
+    """Print one JSON object at the end instead of streaming text."""
+
+
+class Reader:
+    """Follows one prompt's tokens and keeps what has not been shown yet."""
+
+    def __init__(self, tokenizer: Tokenizer, *, raw: bool, thinking: bool):
+        self.ids: list[int] = []
+        self.finished = False
+        self.pending: list[Piece] = []
+        self.response = Response("", "")
+        self._stream = None if raw else ResponseStream(tokenizer, thinking)
+        self._decoder = tokenizer.decoder()
+        self._raw_text = ""
+
+    def push(self, ids: list[int], finished: bool) -> None:
+        """Takes the tokens of one dispatch."""
+        self.ids += ids
+        if self._stream:
+            self.pending += self._stream.push(ids)
+        else:
+            self._raw(self._decoder.push(ids))
+        if finished and not self.finished:
+            self.finished = True
+            if self._stream:
+                rest, self.response = self._stream.finish()
+                self.pending += rest
+            else:
+                self._raw(self._decoder.flush())
+                self.response = Response("", self._raw_text)
+
+    def _raw(self, text: str) -> None:
+        self._raw_text += text
+        self.pending.append(Piece("answer", text))
+
+
+class Screen:
+    """Shows the prompts' texts one after the other, the first unfinished one as it grows."""
+
+    def __init__(self, prompts: list[Prompt], readers: list[Reader]):
+        self.console = Console(highlight=False, soft_wrap=True)
+        self.prompts, self.readers = prompts, readers
+        self.current = 0
+        self._part: str | None = None
+
+    def update(self) -> None:
+        """Prints what can be shown now."""
+        while self.current < len(self.readers):
+            reader = self.readers[self.current]
+            for piece in reader.pending:
+                self._show(piece)
+            reader.pending.clear()
+            if not reader.finished:
+                return
+            for call in reader.response.tool_calls:
+                self.console.print(f"\n→ {call.name}({call.arguments})", style="cyan", markup=False, end="")
+            self.console.print()
+            self.current, self._part = self.current + 1, None
+
+    def _show(self, piece: Piece) -> None:
+        if not piece.text:
+            return
+        if self._part is None and len(self.readers) > 1:
+            label = self.prompts[self.current].text.splitlines()[0]
+            self.console.print(f"── {self.current + 1}: {label}", style="bold", markup=False)
+        if piece.part != self._part:
+            if piece.part == "thinking":
+                self.console.print("thinking: ", style="dim", end="")
+            elif self._part == "thinking":
+                self.console.print("\n")
+        self._part = piece.part
+        self.console.print(piece.text, style="dim" if piece.part == "thinking" else "", markup=False, end="")
+
+
+def gather_prompts(options: Options) -> list[Prompt]:
+    """Prompts from the arguments and the file, or from standard input."""
+    prompts = [Prompt.of(text) for text in options.prompts]
+    if options.file is not None:
+        prompts += read_prompts(options.file)
+    if not prompts:
+        if sys.stdin.isatty():
+            raise ValueError("no prompt: give one as an argument, with --file, or on standard input")
+        prompts = [Prompt.of(sys.stdin.read())]
+    return prompts
+
+
+def main(options: Options) -> None:
+    """Runs one batch."""
+    status = Console(stderr=True, quiet=options.json, soft_wrap=True)
+    with errors_in_one_line(Console(stderr=True)):
+        prompts = gather_prompts(options)
+        engine, where = open_engine(options, status)
+
+        from kimi_jax.decoding.generate import Limits
+        from kimi_jax.decoding.report import Report
+        from kimi_jax.decoding.sampling import Sampling
+
+        thinking = not options.instant
+        sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
+        limits = Limits(max_new_tokens=options.max_new_tokens)
+        ids = encode(prompts, engine.tokenizer, raw=options.raw, thinking=thinking, system=options.system)
+        readers = [Reader(engine.tokenizer, raw=options.raw, thinking=thinking) for _ in prompts]
+        screen, report = Screen(prompts, readers), Report(len(prompts))
+        with status.status("compiling") as spinner:
+            for progress in engine.generate(ids, limits, sampling, options.seed):
+                spinner.stop()
+                report.add(progress)
+                for reader, new, finished in zip(readers, progress.new_tokens, progress.finished, strict=True):
+                    reader.push(new, finished)
+                if not options.json:
+                    screen.update()
+        status.print(report.summary(), style="dim", highlight=False)
+        if options.json:
+            results = [
+                result(prompt, prompt_ids, reader, options)
+                for prompt, prompt_ids, reader in zip(prompts, ids, readers, strict=True)
+            ]
+            print(json.dumps({"results": results, "summary": report.as_dict() | {"ran": where}}, ensure_ascii=False))
+
+
+def result(prompt: Prompt, prompt_ids: list[int], reader: Reader, options: Options) -> dict[str, Any]:
+    """One prompt's entry in the JSON output."""
+    return {
+        "prompt": prompt.text,
+        "prompt_tokens": len(prompt_ids),
+        "thinking": reader.response.thinking,
+        "text": reader.response.answer,
+        "tool_calls": [dataclasses.asdict(call) for call in reader.response.tool_calls],
+        "token_ids": reader.ids,
+        "finish_reason": "length" if len(reader.ids) == options.max_new_tokens else "stop",
+    }
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__, config=(tyro.conf.OmitArgPrefixes,)))
