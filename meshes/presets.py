@@ -4,6 +4,7 @@
 by the layout's choice, expert slots or the width of every expert. Batch rows lie on ("dp", "ep").
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -81,7 +82,7 @@ class Preset:
 
     def span(self, *axes: str) -> AxisSpan:
         """What a collective over these mesh axes crosses on this machine."""
-        return axis_span(self.layout.axis_sizes, axes, self.topology)
+        return _span(self.layout, self.topology, axes)
 
     def with_layout(self, layout: Layout) -> "Preset":
         """Put another layout on the same machine.
@@ -139,6 +140,11 @@ class Preset:
             free.remove("tp")
         sizes["ep" if "ep" in free else free[0]] = rest
         return sizes
+
+
+@functools.lru_cache(maxsize=4096)
+def _span(layout: Layout, topology: Topology, axes: tuple[str, ...]) -> AxisSpan:
+    return axis_span(layout.axis_sizes, axes, topology)
 
 
 def expert_slots(num_experts: int, ranks: int) -> int:

@@ -1,0 +1,243 @@
+"""Search over layouts, budgets and loads: the best layout for a goal, sweeps, and HGX against NVL72."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kimi_jax.estimator.step import Estimate, Scenario, check_model_layout
+from kimi_jax.estimator.step import estimate as estimate_step
+from meshes import Layout, LayoutError, Preset, preset
+
+BUDGETS = (0, 4, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Tree budgets that a search tries; 0 decodes without a draft."""
+
+CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+Goal = Literal["latency", "throughput"]
+
+ERROR_BAND = {"single-node": 0.15, "wide-ep": 0.30}
+
+
+def error_band(estimate: Estimate) -> float:
+    """What the model's error was on published points like this one (`published.BANDS`)."""
+    layout = estimate.scenario.preset.layout
+    return ERROR_BAND["single-node" if layout.ep == 1 and layout.tp <= 8 else "wide-ep"]
+
+
+def layouts(machine: Preset, scenario: Scenario) -> Iterator[Preset]:
+    """All layouts of a machine that the model's sizes allow, whole or with tp 16, 32 or 64 on most of it."""
+    total = machine.layout.num_devices
+    seen: set[Layout] = set()
+    for tp in (2**n for n in range(total.bit_length())):
+        if tp > total:
+            continue
+        groups = total // tp
+        for dp in (d for d in range(1, groups + 1) if groups % d == 0):
+            for experts in ("slots", "width") if tp > 1 else ("slots",):
+                ep = groups // dp
+                for exchange in ("allgather", "alltoall") if ep > 1 else ("allgather",):
+                    layout = Layout(dp, ep, tp, experts, exchange)
+                    candidate = dataclasses.replace(machine, layout=layout)
+                    try:
+                        check_model_layout(candidate, scenario.model)
+                    except LayoutError:
+                        continue
+                    if layout not in seen:
+                        seen.add(layout)
+                        yield candidate
+
+
+def describe(layout: Layout) -> str:
+    """A layout in words, with what is not plain from its axes."""
+    experts = "" if layout.tp == 1 else f", experts by {layout.experts}"
+    exchange = "" if layout.ep == 1 else f", {layout.exchange}"
+    return f"{layout}{experts}{exchange}"
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The best layout for a goal, the best of another shape, and why the first wins."""
+
+    best: Estimate
+    runner_up: Estimate | None
+    goal: Goal
+    margin: float
+    """Best over runner-up, minus 1, in the goal's measure."""
+    is_certain: bool
+    """Whether the margin is larger than the model's error on such layouts."""
+    reasons: tuple[str, ...]
+
+
+def best_budget(scenario: Scenario, budgets: Iterable[int] = BUDGETS) -> Estimate:
+    """The budget whose tokens over time are largest: argmax A(B) / t(B)."""
+    return max(
+        (estimate_step(dataclasses.replace(scenario, budget=budget)) for budget in budgets),
+        key=lambda e: e.tokens_per_s_per_user,
+    )
+
+
+def candidates(
+    machine: Preset, scenario: Scenario, budgets: Sequence[int] = BUDGETS, with_cache_split: bool = False
+) -> list[Estimate]:
+    """Each layout of the machine at its best budget, those that do not fit left out."""
+    found = []
+    for candidate in layouts(machine, scenario):
+        for split in (False, True) if with_cache_split and candidate.layout.tp > 1 else (False,):
+            s = dataclasses.replace(scenario, preset=candidate, is_cache_split=split)
+            estimate = best_budget(s, budgets)
+            if estimate.memory.fits:
+                found.append(estimate)
+    return found
+
+
+def recommend(
+    machine: Preset,
+    scenario: Scenario,
+    goal: Goal = "latency",
+    budgets: Sequence[int] = BUDGETS,
+    concurrencies: Sequence[int] = CONCURRENCIES,
+    least_tokens_per_s_per_user: float = 0.0,
+    with_cache_split: bool = False,
+) -> Recommendation:
+    """Find the best layout of a machine.
+
+    latency: most tokens per second for a user at the scenario's concurrency.
+    throughput: most tokens per second for the system at any concurrency that leaves every user
+    `least_tokens_per_s_per_user`.
+
+    Raises:
+        ValueError: nothing fits in memory, or nothing is fast enough; the message says by how much.
+    """
+    loads = (scenario.concurrency,) if goal == "latency" else concurrencies
+    every = [
+        estimate
+        for load in loads
+        for estimate in candidates(
+            machine, dataclasses.replace(scenario, concurrency=load), budgets, with_cache_split
+        )
+    ]
+    if not every:
+        raise ValueError(_nothing_fits(machine, scenario))
+    enough = [e for e in every if e.tokens_per_s_per_user >= least_tokens_per_s_per_user]
+    if not enough:
+        fastest = max(e.tokens_per_s_per_user for e in every)
+        raise ValueError(
+            f"no layout of {machine.name} gives every user {least_tokens_per_s_per_user:.0f} tokens/s: "
+            f"the fastest gives {fastest:.0f}"
+        )
+
+    def value(e: Estimate) -> float:
+        return e.tokens_per_s_per_user if goal == "latency" else e.tokens_per_s
+
+    ranked = sorted(enough, key=value, reverse=True)
+    best = ranked[0]
+    other = next((e for e in ranked if _axes(e) != _axes(best)), None)
+    margin = value(best) / value(other) - 1 if other else math.inf
+    # Two layouts of one model on one machine share most errors: the band is that of the pair's looser one.
+    band = max(error_band(best), error_band(other)) if other else 0.0
+    return Recommendation(best, other, goal, margin, margin > band, _reasons(best, other))
+
+
+def _axes(e: Estimate) -> tuple[int, int, int]:
+    layout = e.scenario.preset.layout
+    return layout.dp, layout.ep, layout.tp
+
+
+def _reasons(best: Estimate, other: Estimate | None) -> tuple[str, ...]:
+    if other is None:
+        return ("no other shape fits",)
+    reasons = []
+    if best.scenario.concurrency != other.scenario.concurrency or best.scenario.budget != other.scenario.budget:
+        reasons.append(
+            f"at its best the first serves {best.scenario.concurrency} requests with budget {best.scenario.budget} "
+            f"in {best.step_ms:.1f} ms steps, the second {other.scenario.concurrency} with budget "
+            f"{other.scenario.budget} in {other.step_ms:.1f} ms"
+        )
+    gaps = {part: other.parts[part].ms - best.parts[part].ms for part in best.parts}
+    for part in sorted(gaps, key=lambda name: -abs(gaps[name]))[:3]:
+        if abs(gaps[part]) >= 0.05:
+            verb = "less" if gaps[part] > 0 else "more"
+            reasons.append(
+                f"{part}: {abs(gaps[part]):.2f} ms {verb} ({best.parts[part].ms:.2f} against "
+                f"{other.parts[part].ms:.2f} ms)"
+            )
+    return tuple(reasons)
+
+
+def _nothing_fits(machine: Preset, scenario: Scenario) -> str:
+    estimates = [
+        estimate_step(dataclasses.replace(scenario, preset=candidate)) for candidate in layouts(machine, scenario)
+    ]
+    closest = min(estimates, key=lambda e: e.memory.total)
+    over = (closest.memory.total - closest.memory.capacity) / 1e9
+    return (
+        f"no layout of {machine.name} holds {scenario.concurrency} requests of {scenario.context} tokens: "
+        f"the closest, {closest.scenario.preset.layout}, is {over:.0f} GB a GPU over "
+        f"and holds {closest.memory.max_requests} requests"
+    )
+
+
+def machine_of(family: Literal["hgx", "nvl"], gpus: int) -> Preset:
+    """A machine of one family with so many GPUs: `hgx-ib-N`, or `nvl72` (as much of it as needed) and `nvl36`.
+
+    Raises:
+        LayoutError: no such machine; the message names the nearest.
+    """
+    if family == "hgx":
+        return preset(f"hgx-ib-{gpus}")
+    if gpus == 36:
+        return preset("nvl36")
+    return preset("nvl72").with_axes(dp=1, ep=gpus, tp=1)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The best layouts of two machines at one load."""
+
+    concurrency: int
+    left: Estimate | None
+    right: Estimate | None
+
+    @property
+    def ratio(self) -> float:
+        """Right over left, tokens per second for a user; infinite where only the right fits."""
+        if self.left is None or self.right is None:
+            return math.inf if self.left is None else 0.0
+        return self.right.tokens_per_s_per_user / self.left.tokens_per_s_per_user
+
+
+def compare(
+    left: tuple[Preset, Scenario],
+    right: tuple[Preset, Scenario],
+    concurrencies: Sequence[int] = CONCURRENCIES,
+    budgets: Sequence[int] = BUDGETS,
+) -> list[Comparison]:
+    """Best layout of two machines at each concurrency. The scenarios carry each machine's GPU and kernels."""
+
+    def best(machine: Preset, scenario: Scenario, load: int) -> Estimate | None:
+        found = candidates(machine, dataclasses.replace(scenario, concurrency=load), budgets)
+        return max(found, key=lambda e: e.tokens_per_s_per_user, default=None)
+
+    return [Comparison(load, best(*left, load), best(*right, load)) for load in concurrencies]
+
+
+def crossovers(comparisons: Sequence[Comparison], side: Literal["left", "right"]) -> list[tuple[int, str]]:
+    """Concurrencies at which the best layout of one side changes, each with the layout from there on."""
+    changes: list[tuple[int, str]] = []
+    for comparison in comparisons:
+        estimate = comparison.left if side == "left" else comparison.right
+        name = str(estimate.scenario.preset.layout) if estimate else "does not fit"
+        if not changes or changes[-1][1] != name:
+            changes.append((comparison.concurrency, name))
+    return changes
+
+
+def pareto(estimates: Iterable[Estimate]) -> list[Estimate]:
+    """Those that no other beats in both tokens/s for a user and tokens/s for a GPU, fastest for a user first."""
+    front: list[Estimate] = []
+    for estimate in sorted(estimates, key=lambda e: (-e.tokens_per_s_per_user, -e.tokens_per_s_per_gpu)):
+        if not front or estimate.tokens_per_s_per_gpu > front[-1].tokens_per_s_per_gpu:
+            front.append(estimate)
+    return front

@@ -1,0 +1,484 @@
+"""One step of decoding on one layout: time by part, physical limit, memory and throughput.
+
+The parts of a step have the names that the compiled program's report uses, so that the two can be laid side by side.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+
+from kimi_jax.config import ModelConfig
+from kimi_jax.estimator import routing as routing_module
+from kimi_jax.estimator.acceptance import Acceptance
+from kimi_jax.estimator.collectives import Network, Transfer, all_reduce, dispatch_and_combine, gather_and_scatter
+from kimi_jax.estimator.constants import Constants, Kernels, kernels
+from kimi_jax.estimator.model import (
+    K26_PRECISION,
+    Drafter,
+    Precision,
+    Weights,
+    cache_bytes_per_token,
+    k26,
+    weight_bytes,
+)
+from kimi_jax.estimator.routing import Routing
+from meshes import GPU, LayoutError, Preset, check_layout, expert_slots
+
+PARTS = (
+    "attention", "router", "experts", "shared_expert", "dense", "head",
+    "drafter", "tree", "exchange", "reductions", "launch",
+)  # fmt: skip
+"""Parts of a step, in the order of a table. `drafter` includes its own reductions and its use of the head."""
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Prompts that the same GPUs work through between decode steps."""
+
+    input_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One layout under one load. `concurrency` is requests in flight in the whole system."""
+
+    preset: Preset
+    gpu: GPU
+    kernels: Kernels
+    concurrency: int
+    context: int
+    acceptance: Acceptance
+    routing: Routing
+    budget: int = 0
+    """Draft nodes of a request's tree; 0 decodes without a draft."""
+    overlap: float = 0.0
+    """Share of communication hidden behind computation, 0 to 1."""
+    is_cache_split: bool = False
+    """Latent cache split along the sequence over tp instead of repeated on every tp rank."""
+    has_eplb: bool = True
+    physical_slots: int = 0
+    """Expert slots of one replica; 0 for the fewest that divide."""
+    prefill: Prefill | None = None
+    model: ModelConfig = field(default_factory=k26)
+    precision: Precision = K26_PRECISION
+    drafter: Drafter = field(default_factory=Drafter)
+    constants: Constants = field(default_factory=Constants)
+
+
+def scenario(
+    preset: Preset,
+    gpu: GPU,
+    *,
+    concurrency: int,
+    context: int,
+    acceptance: Acceptance,
+    kernel_library: str = "public",
+    constants: Constants | None = None,
+    model: ModelConfig | None = None,
+    **options,
+) -> Scenario:
+    """Make a scenario with Zipf routing and the GPU's kernels; `options` are fields of `Scenario`.
+
+    Raises:
+        LayoutError: a layout that the model's sizes refuse, or a machine that does not exist with this GPU.
+        ValueError: a load that means nothing (no request, no context, overlap outside 0 to 1).
+    """
+    constants, model = constants or Constants(), model or k26()
+    options.setdefault(
+        "routing",
+        routing_module.zipf(
+            model.n_routed_experts, model.num_experts_per_tok, constants.zipf_offset, constants.tree_diversity
+        ),
+    )
+    result = Scenario(
+        preset=preset, gpu=gpu, kernels=kernels(kernel_library, gpu.name), concurrency=concurrency, context=context,
+        acceptance=acceptance, constants=constants, model=model, **options,
+    )  # fmt: skip
+    validate(result)
+    return result
+
+
+def validate(s: Scenario) -> None:
+    """Refuse what cannot be built or means nothing; see `scenario` for what is raised."""
+    if s.gpu.name not in s.preset.gpu_names:
+        raise LayoutError(f"{s.preset.name} is made of {', '.join(s.preset.gpu_names)}, not of {s.gpu.name}")
+    check_model_layout(s.preset, s.model)
+    for name, value, least in (("concurrency", s.concurrency, 1), ("context", s.context, 1), ("budget", s.budget, 0)):
+        if value < least:
+            raise ValueError(f"{name} is {value}: at least {least}")
+    if not 0 <= s.overlap <= 1:
+        raise ValueError(f"overlap is {s.overlap}: a share between 0 and 1")
+    if s.physical_slots and (
+        s.physical_slots % s.preset.layout.expert_ranks or s.physical_slots < s.model.n_routed_experts
+    ):
+        ranks, experts = s.preset.layout.expert_ranks, s.model.n_routed_experts
+        fewest = expert_slots(experts, ranks)
+        raise LayoutError(
+            f"{s.physical_slots} expert slots do not lie evenly on {ranks} ranks or do not hold {experts} experts: "
+            f"use {fewest}, {fewest + ranks} or another multiple of {ranks}"
+            + ("" if experts % ranks else f" (or {experts}, without replicas)")
+        )
+
+
+def check_model_layout(preset: Preset, model: ModelConfig) -> None:
+    """Check a layout against a model's sizes. Raises LayoutError with the tp sizes that work."""
+    check_layout(
+        preset.layout,
+        num_heads=model.num_attention_heads,
+        widths={
+            "shared expert width": model.n_shared_experts * model.moe_intermediate_size,
+            "dense width": model.intermediate_size,
+        },
+        vocab_size=model.vocab_size,
+        expert_width=model.moe_intermediate_size,
+        group_size=model.quantization_group_size,
+    )
+
+
+@dataclass(frozen=True)
+class Part:
+    """Cost of one part on the busiest GPU. Figures are for one of its `count` layers, or one call a step.
+
+    Times are µs: what is fixed, what memory, arithmetic and links take (at the rates kernels reach). Bytes and
+    FLOPs are those that the limit is made of.
+    """
+
+    count: int = 1
+    fixed_us: float = 0.0
+    memory_us: float = 0.0
+    compute_us: float = 0.0
+    link_us: float = 0.0
+    total_us: float = 0.0
+    hbm_bytes: float = 0.0
+    flops: float = 0.0
+    flops_per_s: float = 1.0
+    local_bytes: float = 0.0
+    network_bytes: float = 0.0
+    note: str = ""
+
+    @property
+    def ms(self) -> float:
+        """Time of all calls in a step."""
+        return self.count * self.total_us / 1e3
+
+    def resource_ms(self, gpu: GPU) -> dict[str, float]:
+        """Least time that each resource needs for this part in a step, at the data-sheet rates."""
+        n = 1e3 * self.count
+        return {
+            "HBM bandwidth": n * self.hbm_bytes / gpu.hbm_bytes_per_s,
+            "arithmetic": n * self.flops / self.flops_per_s,
+            gpu.local_link.name: n * self.local_bytes / gpu.local_link.bytes_per_s,
+            gpu.network_link.name: n * self.network_bytes / gpu.network_link.bytes_per_s,
+        }
+
+    def limit_ms(self, gpu: GPU) -> float:
+        """The slowest of the resources."""
+        return max(self.resource_ms(gpu).values())
+
+    @property
+    def dominant(self) -> str:
+        """What most of the time goes to."""
+        times = {
+            "latency": self.fixed_us, "HBM bandwidth": self.memory_us,
+            "arithmetic": self.compute_us, "link bandwidth": self.link_us,
+        }  # fmt: skip
+        return max(times, key=lambda name: times[name])
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU."""
+
+    weights: dict[str, float]
+    cache: float
+    drafter: float
+    reserve: float
+    capacity: float
+    max_requests: int
+    """Requests in the whole system that fit at this context."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self.weights.values()) + self.cache + self.drafter + self.reserve
+
+    @property
+    def fits(self) -> bool:
+        """Whether the GPU holds it."""
+        return self.total <= self.capacity
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one step costs and what that makes of the system."""
+
+    scenario: Scenario
+    parts: dict[str, Part]
+    step_ms: float
+    hidden_ms: float
+    """Communication that overlap hides."""
+    prefill_ms: float
+    limit_ms: float
+    limit_resource: str
+    acceptance_length: float
+    memory: Memory
+
+    @property
+    def tokens_per_s_per_user(self) -> float:
+        """Decoding speed that one request sees."""
+        return self.acceptance_length / (self.step_ms + self.prefill_ms) * 1e3
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the whole system."""
+        return self.scenario.concurrency * self.tokens_per_s_per_user
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Over the GPUs that the layout uses."""
+        return self.tokens_per_s / self.scenario.preset.layout.num_devices
+
+    @property
+    def limit_tokens_per_s_per_user(self) -> float:
+        """The same at the data-sheet rates, with no latency and everything overlapped."""
+        return self.acceptance_length / self.limit_ms * 1e3
+
+    @property
+    def bottleneck(self) -> str:
+        """The part that takes most of the step, and what it waits for."""
+        name = max(self.parts, key=lambda part: self.parts[part].ms)
+        return f"{name} ({self.parts[name].dominant})"
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """How a load lies on a layout: the fullest attention group, and one replica's expert group."""
+
+    requests: int
+    rows: int
+    replica_requests: int
+    replica_rows: int
+    rows_per_request: int
+
+
+def _rows(s: Scenario) -> _Rows:
+    layout, width = s.preset.layout, s.budget + 1
+    requests = math.ceil(s.concurrency / (layout.dp * layout.ep))
+    replica = math.ceil(s.concurrency / layout.dp)
+    return _Rows(requests, requests * width, replica, replica * width, width)
+
+
+def _gemm(s: Scenario, count: int, weights: float, bits: float, rows: float, fixed_us: float = 0.0) -> Part:
+    """A dense matmul that reads its weights once: bytes or arithmetic, whichever is slower."""
+    gpu, c = s.gpu, s.constants
+    num_bytes, flops = weights * bits / 8, 2 * rows * weights
+    peak = _peak(gpu, "bf16" if bits >= 16 else s.precision.dense_arithmetic)
+    memory = num_bytes / (c.dense_bandwidth_fraction * gpu.hbm_bytes_per_s) * 1e6
+    compute = flops / (s.kernels.dense_flop_fraction * peak) * 1e6
+    return Part(
+        count, fixed_us, memory if memory >= compute else 0.0, compute if compute > memory else 0.0, 0.0,
+        fixed_us + max(memory, compute), num_bytes, flops, peak,
+    )  # fmt: skip
+
+
+def _peak(gpu: GPU, arithmetic: str) -> float:
+    return {"bf16": gpu.bf16_flops_per_s, "fp8": gpu.fp8_flops_per_s, "fp4": gpu.fp4_flops_per_s}[arithmetic]
+
+
+def _sum(*parts: Part) -> Part:
+    """Parts that run one after the other in the same layer."""
+    first = parts[0]
+    fields = ("fixed_us", "memory_us", "compute_us", "link_us", "total_us", "hbm_bytes", "local_bytes", "network_bytes")
+    seconds = sum(part.flops / part.flops_per_s for part in parts)
+    return dataclasses.replace(
+        first, **{name: sum(getattr(part, name) for part in parts) for name in fields},
+        flops=seconds * first.flops_per_s,
+    )  # fmt: skip
+
+
+def _communication(count: int, transfer: Transfer) -> Part:
+    return Part(
+        count, fixed_us=transfer.latency_us, link_us=transfer.us - transfer.latency_us, total_us=transfer.us,
+        local_bytes=transfer.local_bytes, network_bytes=transfer.network_bytes, note=transfer.algorithm,
+    )  # fmt: skip
+
+
+def _attention(s: Scenario, load: _Rows) -> Part:
+    m, gpu, k = s.model, s.gpu, s.kernels
+    tp, w = s.preset.layout.tp, Weights(s.model)
+    weights = w.attention_replicated + w.attention_split / tp
+    projections = _gemm(s, m.num_hidden_layers, weights, s.precision.attention_bits, load.rows, k.attention_us)
+    split = tp if s.is_cache_split else 1
+    width = m.kv_lora_rank + m.qk_rope_head_dim
+    # Rows of a tree share their request's cache, which is read once; each head of each row works on all of it.
+    cache = load.requests * s.context * width * s.precision.cache_bytes / split
+    heads = m.num_attention_heads / (1 if s.is_cache_split else tp)
+    flops = 2 * load.rows * heads * (width + m.kv_lora_rank) * s.context / split
+    peak = gpu.fp8_flops_per_s if s.precision.cache_bytes == 1 else gpu.bf16_flops_per_s
+    memory = cache / (k.cache_bandwidth_fraction * gpu.hbm_bytes_per_s) * 1e6
+    compute = flops / (k.cache_flop_fraction * peak) * 1e6
+    elementwise = load.rows * s.constants.elementwise_bytes_per_row
+    elementwise_us = elementwise / (s.constants.dense_bandwidth_fraction * gpu.hbm_bytes_per_s) * 1e6
+    scores = Part(
+        m.num_hidden_layers, 0.0, memory if memory >= compute else 0.0, compute if compute > memory else 0.0, 0.0,
+        max(memory, compute), cache, flops, peak,
+    )  # fmt: skip
+    rest = Part(m.num_hidden_layers, memory_us=elementwise_us, total_us=elementwise_us, hbm_bytes=elementwise)
+    return _sum(projections, scores, rest)
+
+
+def _imbalance(s: Scenario, ranks: int) -> float:
+    """Rows on the busiest rank over the mean through skewed routing."""
+    if ranks == 1:
+        return 1.0
+    if s.has_eplb:
+        return s.constants.imbalance_with_eplb
+    return 1 + (s.constants.imbalance_without_eplb - 1) * math.sqrt(ranks / 32)
+
+
+def expert_load(s: Scenario) -> tuple[float, float, float]:
+    """Experts that the busiest rank reads in a layer, row-expert pairs it works on, and those over the mean."""
+    load, layout, m = _rows(s), s.preset.layout, s.model
+    ranks = layout.expert_ranks
+    distinct = s.routing.distinct_experts(s.routing.effective_rows(load.replica_requests, load.rows_per_request))
+    slots = s.physical_slots or expert_slots(m.n_routed_experts, ranks)
+    local = routing_module.busiest_rank_experts(distinct, m.n_routed_experts, slots // ranks, ranks)
+    pairs = load.replica_rows * m.num_experts_per_tok
+    share = routing_module.busiest_rank_share(pairs, ranks, _imbalance(s, ranks))
+    return local, pairs / ranks * share, share
+
+
+def _experts(s: Scenario) -> Part:
+    layout, gpu, k = s.preset.layout, s.gpu, s.kernels
+    local, pairs, _ = expert_load(s)
+    width = layout.tp if layout.experts == "width" else 1
+    weights = Weights(s.model).expert / width
+    one = weights * s.precision.expert_bits / 8
+    lost = k.extra_experts if layout.expert_ranks > 1 else 0.0
+    peak = _peak(gpu, s.precision.expert_arithmetic)
+    memory = (local + lost * min(local, 1)) * one / (k.experts_bandwidth_fraction * gpu.hbm_bytes_per_s) * 1e6
+    compute = 2 * pairs * weights / (k.experts_flop_fraction * peak) * 1e6
+    fixed = k.experts_us + k.distinct_expert_us * local
+    total = max(k.experts_floor_us, fixed + memory + compute)
+    return Part(
+        s.model.num_moe_layers, total - memory - compute, memory, compute, 0.0, total,
+        local * one, 2 * pairs * weights, peak, note=f"{local:.1f} experts on the busiest GPU",
+    )  # fmt: skip
+
+
+def _exchange(s: Scenario, network: Network, load: _Rows) -> Part:
+    layout, m = s.preset.layout, s.model
+    if layout.ep == 1:
+        return Part(m.num_moe_layers, note="rows stay in their tp group")
+    if layout.exchange == "allgather":
+        # Every group sends as many rows as the fullest one.
+        gathered = load.rows * layout.ep * m.hidden_size * 2
+        transfer = gather_and_scatter(network, s.preset.span("ep"), gathered)
+    else:
+        span = s.preset.span(*layout.expert_axes)
+        # The rank that receives most is the last to finish.
+        rows = load.rows / (layout.tp if layout.experts == "slots" else 1) * expert_load(s)[2]
+        transfer = dispatch_and_combine(
+            network, span, rows, m.num_experts_per_tok, m.hidden_size, s.precision.dispatch_bytes
+        )
+    return _communication(m.num_moe_layers, transfer)
+
+
+def _drafter(s: Scenario, network: Network, load: _Rows) -> Part:
+    d, tp = s.drafter, s.preset.layout.tp
+    rows = load.requests * d.block_size
+    layers = _gemm(s, 1, d.weights / tp, 8 * d.bytes_per_weight, rows, d.num_layers * s.kernels.drafter_layer_us)
+    head = _gemm(s, 1, Weights(s.model).head / tp, s.precision.head_bits, load.requests * d.max_depth)
+    reduction = all_reduce(network, s.preset.span("tp"), rows * d.hidden_size * 2)
+    return _sum(layers, head, _communication(1, reduction.times(2 * d.num_layers)))
+
+
+def _memory(s: Scenario, load: _Rows) -> Memory:
+    layout, m, w = s.preset.layout, s.model, Weights(s.model)
+    totals = weight_bytes(m, s.precision)
+    replicated = m.num_hidden_layers * w.attention_replicated * s.precision.attention_bits / 8
+    slots = s.physical_slots or expert_slots(m.n_routed_experts, layout.expert_ranks)
+    width = layout.tp if layout.experts == "width" else 1
+    weights = {
+        "attention": replicated + (totals["attention"] - replicated) / layout.tp,
+        "router": totals["router"],
+        "experts": totals["experts"] / m.n_routed_experts * slots / layout.expert_ranks / width,
+        "shared_expert": totals["shared_expert"] / layout.tp,
+        "dense": totals["dense"] / layout.tp,
+        "head": totals["head"] / layout.tp,
+        "embedding": totals["embedding"] / layout.tp,
+    }
+    draft_weights = draft_cache = 0.0
+    if s.budget:
+        draft_weights = s.drafter.weights * s.drafter.bytes_per_weight / layout.tp
+        draft_cache = s.context * s.drafter.cache_bytes_per_token / min(layout.tp, s.drafter.num_kv_heads)
+    split = layout.tp if s.is_cache_split else 1
+    per_request = s.context * cache_bytes_per_token(m, s.precision) / split
+    free = s.gpu.hbm_bytes - sum(weights.values()) - draft_weights - s.constants.reserve_bytes
+    most = max(0, math.floor(free / (per_request + draft_cache))) * layout.dp * layout.ep
+    return Memory(
+        weights, load.requests * per_request, draft_weights + load.requests * draft_cache,
+        s.constants.reserve_bytes, s.gpu.hbm_bytes, most,
+    )  # fmt: skip
+
+
+def estimate(s: Scenario) -> Estimate:
+    """Estimate one step: time by part, the physical limit, memory, and what users and the system get."""
+    m, gpu, k, c, layout = s.model, s.gpu, s.kernels, s.constants, s.preset.layout
+    load, w = _rows(s), Weights(s.model)
+    network = Network(gpu, s.preset.topology, c)
+    tp, rows = layout.tp, load.rows
+    # Two a layer (attention output; experts, shared expert or dense output), one for the logits.
+    reduction = all_reduce(network, s.preset.span("tp"), rows * m.hidden_size * 2)
+    tree_bytes = load.requests * (s.drafter.max_depth * m.vocab_size * 4 / tp)
+    tree_us = tree_bytes / (c.dense_bandwidth_fraction * gpu.hbm_bytes_per_s) * 1e6
+    has_draft = s.budget > 0
+    launch_us = k.launch_us * m.num_hidden_layers + k.host_us
+    parts = {
+        "attention": _attention(s, load),
+        "router": _gemm(s, m.num_moe_layers, w.router, 16, rows, c.router_us),
+        "experts": _experts(s),
+        "shared_expert": _gemm(s, m.num_moe_layers, w.shared / tp, s.precision.shared_bits, rows),
+        "dense": _gemm(s, m.first_k_dense_replace, w.dense / tp, s.precision.shared_bits, rows),
+        "head": _gemm(s, 1, w.head / tp, s.precision.head_bits, rows, c.head_us),
+        "drafter": _drafter(s, network, load) if has_draft else Part(),
+        "tree": Part(1, k.tree_us, tree_us, 0.0, 0.0, k.tree_us + tree_us, tree_bytes) if has_draft else Part(),
+        "exchange": _exchange(s, network, load),
+        "reductions": _communication(2 * m.num_hidden_layers + 1 if tp > 1 else 0, reduction),
+        "launch": Part(1, fixed_us=launch_us, total_us=launch_us),
+    }
+    communication = parts["exchange"].ms + parts["reductions"].ms
+    computation = sum(part.ms for part in parts.values()) - communication
+    hidden = s.overlap * min(communication, computation)
+    resources: dict[str, float] = {}
+    for part in parts.values():
+        for resource, ms in part.resource_ms(gpu).items():
+            resources[resource] = resources.get(resource, 0.0) + ms
+    limit_resource = max(resources, key=lambda name: resources[name])
+    return Estimate(
+        scenario=s,
+        parts=parts,
+        step_ms=communication + computation - hidden,
+        hidden_ms=hidden,
+        prefill_ms=_prefill_ms(s),
+        limit_ms=resources[limit_resource],
+        limit_resource=limit_resource,
+        acceptance_length=s.acceptance.length(s.budget),
+        memory=_memory(s, load),
+    )
+
+
+def _prefill_ms(s: Scenario) -> float:
+    """Time that prompts of newly arriving requests take from each decode step, spread evenly.
+
+    In the steady state each request that ends is replaced, so prompts come at concurrency × input tokens for every
+    output_tokens steps' worth of tokens.
+    """
+    if s.prefill is None:
+        return 0.0
+    is_hopper = s.gpu.compute_capability[0] == 9
+    c = s.constants
+    rate = c.prefill_tokens_per_s_hopper if is_hopper else c.prefill_tokens_per_s_blackwell
+    per_token = s.concurrency * s.prefill.input_tokens / (rate * s.preset.layout.num_devices * s.prefill.output_tokens)
+    return 1e3 * per_token * s.acceptance.length(s.budget)
