@@ -68,20 +68,20 @@ def read(matched: Plan, module: nnx.Module, *, progress: Progress | None = None,
     arrays = matched.local(process)
     budget, in_flight = 2 * matched.largest(process), 0
     leaves: dict[parameters.Path, jax.Array] = {}
-    waiting: deque[_Reading] = deque()
-    count = _Counter(progress, matched.read_bytes(process) if progress else 0)
+    waiting: deque[Reading] = deque()
+    count = Counter(progress, matched.read_bytes(process) if progress else 0)
 
     def finish() -> int:
         reading = waiting.popleft()
         leaves[reading.array.declaration.path] = reading.result()
         return reading.array.nbytes
 
-    with Files() as files, _pool(workers) as pool:
+    with Files() as files, reading_pool(workers) as pool:
         _check_weight_shapes(arrays, files, pool, count)
         for array in arrays:
             while waiting and in_flight + array.nbytes > budget:
                 in_flight -= finish()
-            waiting.append(_Reading.start(array, files, pool, count))
+            waiting.append(Reading.start(array, files, pool, count))
             in_flight += array.nbytes
         while waiting:
             finish()
@@ -89,7 +89,7 @@ def read(matched: Plan, module: nnx.Module, *, progress: Progress | None = None,
 
 
 @contextlib.contextmanager
-def _pool(workers: int) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+def reading_pool(workers: int) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
     """Threads whose pending work is dropped when the body fails, so that the first error is the last thing done."""
     pool = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="checkpoint")
     try:
@@ -99,7 +99,9 @@ def _pool(workers: int) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
 
 
 @dataclasses.dataclass
-class _Counter:
+class Counter:
+    """Bytes read so far, told to `progress`."""
+
     progress: Progress | None
     total: int
     done: int = 0
@@ -113,7 +115,7 @@ class _Counter:
 
 
 def _check_weight_shapes(
-    arrays: Sequence[ArrayPlan], files: Files, pool: concurrent.futures.Executor, count: _Counter
+    arrays: Sequence[ArrayPlan], files: Files, pool: concurrent.futures.Executor, count: Counter
 ) -> None:
     """Compares every `weight_shape` tensor with the declaration it belongs to."""
 
@@ -134,15 +136,15 @@ def _check_weight_shapes(
 
 
 @dataclasses.dataclass
-class _Reading:
-    """An array whose blocks are being filled."""
+class Reading:
+    """An array whose blocks, on this host, are being filled."""
 
     array: ArrayPlan
     blocks: list[np.ndarray]
     tasks: list[concurrent.futures.Future[None]]
 
     @classmethod
-    def start(cls, array: ArrayPlan, files: Files, pool: concurrent.futures.Executor, count: _Counter) -> "_Reading":
+    def start(cls, array: ArrayPlan, files: Files, pool: concurrent.futures.Executor, count: Counter) -> "Reading":
         blocks = [empty_block(array, block) for block in array.blocks]
         # A block as [slots, rows, columns] of the tensors it is made of.
         matrices = [
@@ -178,7 +180,7 @@ def _chunks(read: Read) -> Iterator[Read]:
         yield read._replace(region=region._replace(row=row, row_end=min(row + step, region.row_end)))
 
 
-def _fill(read: Read, width: int, matrices: Sequence[np.ndarray], files: Files, count: _Counter) -> None:
+def _fill(read: Read, width: int, matrices: Sequence[np.ndarray], files: Files, count: Counter) -> None:
     """Reads one region of a tensor, checks that it is finite and puts it where it belongs."""
     tensor, region, places = read
     dtype = NUMPY_DTYPES[tensor.dtype]

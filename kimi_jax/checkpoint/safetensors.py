@@ -161,10 +161,9 @@ def _entry(file: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int
 
 def _read_index(index: Path) -> Mapping[str, str]:
     with os.fdopen(open_regular(index), "rb") as stream:
-        text = stream.read(MAX_HEADER_BYTES + 1)
-    if len(text) > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{index}: longer than {MAX_HEADER_BYTES:,} bytes; not an index")
-    weight_map = _parse_json(index, text, "index").get("weight_map")
+        if (size := os.fstat(stream.fileno()).st_size) > MAX_HEADER_BYTES:
+            raise CheckpointError(f"{index}: {size:,} bytes, more than {MAX_HEADER_BYTES:,}; not an index")
+        weight_map = _parse_json(index, stream.read(), "index").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: no weight_map")
     for key, name in weight_map.items():
