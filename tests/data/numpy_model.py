@@ -1,7 +1,9 @@
 """The model once more in plain NumPy, float64: an oracle that shares no code with the project or with transformers.
 
-`make_reference.py --selfcheck` uses it twice: to confirm the stored reference, and to show that each known mistake
-moves the logits far beyond the tests' tolerance (a fixture that cannot tell right from wrong proves nothing).
+`selfcheck` uses it twice: to confirm everything in the stored reference, and to show that each known mistake moves the
+logits far beyond the tests' tolerance (a fixture that cannot tell right from wrong proves nothing).
+
+    uv run tests/data/numpy_model.py        # both tables, for the fixtures of this checkout
 """
 
 import json
@@ -10,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+HERE = Path(__file__).parent
+TOLERANCE = 1e-4  # what the tests allow between the project's float32 values and the reference
 LATENT_NORM_EPS = 1e-6  # q_a_layernorm and kv_a_layernorm keep RMSNorm's default, whatever rms_norm_eps says
 GROUP = 32
 
@@ -24,6 +28,7 @@ MISTAKES = {
     "value_before_key": "read kv_b_proj's value rows before its key rows",
     "not_causal": "forget the causal mask",
     "bias_ignored": "select experts without the correction bias",
+    "bias_bfloat16": "hold the correction bias in bfloat16",
     "bias_in_weights": "let the correction bias into the expert weights",
     "softmax_scores": "score experts by softmax instead of sigmoid",
     "no_topk_norm": "forget to normalise the selected weights",
@@ -33,17 +38,20 @@ MISTAKES = {
     "nibbles_reversed": "read the nibbles of a word from high to low",
     "offset_7": "subtract 7 instead of 8 from the stored codes",
     "scales_shifted": "use the scale of the neighbouring group",
+    "eps_ignored": "use 1e-6 in every norm, whatever rms_norm_eps says",
     "no_final_norm": "forget the norm before lm_head",
 }
 
 
-def read_safetensors(directory: Path) -> dict[str, np.ndarray]:
-    """Every tensor of a checkpoint directory; BF16 widened to float32."""
+def read_safetensors(*paths: Path) -> dict[str, np.ndarray]:
+    """Every tensor of the files; BF16 widened to float32."""
     tensors = {}
-    for path in sorted(directory.glob("model-*.safetensors")):
+    for path in paths:
         raw = path.read_bytes()
         start = 8 + int.from_bytes(raw[:8], "little")
         for name, entry in json.loads(raw[8:start]).items():
+            if name == "__metadata__":
+                continue
             begin, end = (start + offset for offset in entry["data_offsets"])
             kind = {"BF16": "<u2", "F32": "<f4", "I32": "<i4", "I64": "<i8"}[entry["dtype"]]
             data = np.frombuffer(raw[begin:end], kind).reshape(entry["shape"])
@@ -52,27 +60,33 @@ def read_safetensors(directory: Path) -> dict[str, np.ndarray]:
 
 
 class NumpyModel:
-    """Logits of a K2-family checkpoint, computed naively and all at once.
+    """A K2-family checkpoint, computed naively and a sequence at a time.
 
     `absorbed` evaluates attention in the latent space (algebraically the same); `mistake` is a key of MISTAKES;
-    `latent_norm_eps` and `bfloat16_weights` are deviations that some engines make on purpose.
+    `latent_norm_eps` and `bfloat16_experts` are deviations that some engines make on purpose. `seen` holds what the
+    last call computed on the way, under the names that README.md gives.
     """
 
     def __init__(
-        self, directory: Path, *, absorbed=False, mistake="", latent_norm_eps=LATENT_NORM_EPS, bfloat16_weights=False
+        self, directory: Path, *, absorbed=False, mistake="", latent_norm_eps=LATENT_NORM_EPS, bfloat16_experts=False
     ):
         assert not mistake or mistake in MISTAKES, mistake
         config = json.loads((directory / "config.json").read_text())
         self.config = config.get("text_config", config)
-        self.tensors = {
-            name.removeprefix("language_model."): value for name, value in read_safetensors(directory).items()
-        }
+        tensors = read_safetensors(*sorted(directory.glob("model-*.safetensors")))
+        self.tensors = {name.removeprefix("language_model."): value for name, value in tensors.items()}
         self.absorbed, self.mistake, self.latent_norm_eps = absorbed, mistake, latent_norm_eps
-        self.bfloat16_weights = bfloat16_weights
+        self.bfloat16_experts = bfloat16_experts
+        self.weights: dict[str, np.ndarray] = {}
+        self.seen: dict[str, np.ndarray] = {}
 
     def weight(self, name: str) -> np.ndarray:
-        if name + ".weight" in self.tensors:
-            return self.tensors[name + ".weight"].astype(np.float64)
+        if name not in self.weights:
+            plain = self.tensors.get(name + ".weight")
+            self.weights[name] = self.dequantised(name) if plain is None else plain.astype(np.float64)
+        return self.weights[name]
+
+    def dequantised(self, name: str) -> np.ndarray:
         words = self.tensors[name + ".weight_packed"].view(np.uint32)
         scale = self.tensors[name + ".weight_scale"].astype(np.float64)
         shifts = range(28, -1, -4) if self.mistake == "nibbles_reversed" else range(0, 32, 4)
@@ -82,24 +96,28 @@ class NumpyModel:
         if self.mistake == "scales_shifted":
             scale = np.roll(scale, 1, axis=1)
         weight = codes * np.repeat(scale, GROUP, axis=1)
-        return round_to_bfloat16(weight) if self.bfloat16_weights else weight
+        return round_to_bfloat16(weight) if self.bfloat16_experts else weight
 
     def logits(self, ids) -> np.ndarray:
         """[tokens] ids of one sequence to [tokens, vocabulary]."""
-        x = self.tensors["model.embed_tokens.weight"][np.asarray(ids)].astype(np.float64)
+        x = self.seen["embeddings"] = self.weight("model.embed_tokens")[np.asarray(ids)]
         for layer in range(self.config["num_hidden_layers"]):
             name = f"model.layers.{layer}."
-            x = x + self.attention(name + "self_attn.", self.norm(x, name + "input_layernorm"))
+            x = x + self.attention(layer, name + "self_attn.", self.norm(x, name + "input_layernorm"))
             h = self.norm(x, name + "post_attention_layernorm")
             dense = layer < self.config["first_k_dense_replace"]
-            x = x + (self.mlp(name + "mlp.", h) if dense else self.moe(name + "mlp.", h))
-        return (x if self.mistake == "no_final_norm" else self.norm(x, "model.norm")) @ self.weight("lm_head").T
+            x = x + (self.mlp(name + "mlp.", h) if dense else self.moe(layer, name + "mlp.", h))
+            self.seen[f"hidden.{layer}"] = x
+        x = x if self.mistake == "no_final_norm" else self.norm(x, "model.norm")
+        self.seen["logits"] = x @ self.weight("lm_head").T
+        return self.seen["logits"]
 
     def norm(self, x, name, eps=None):
-        eps = self.config["rms_norm_eps"] if eps is None else eps
+        if eps is None:
+            eps = LATENT_NORM_EPS if self.mistake == "eps_ignored" else self.config["rms_norm_eps"]
         return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + eps) * self.weight(name)
 
-    def attention(self, name, x):
+    def attention(self, layer, name, x):
         c, mistake, tokens = self.config, self.mistake, len(x)
         heads, nope, rope, value = (
             c[k] for k in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -115,6 +133,7 @@ class NumpyModel:
             k_rope = k_rope / np.sqrt(np.mean(compressed**2, -1, keepdims=True) + self.latent_norm_eps)
         latent = self.norm(latent, name + "kv_a_layernorm", self.latent_norm_eps)
         q_rope, k_rope = self.rotate(q_rope), self.rotate(k_rope)
+        self.seen[f"cache_latent.{layer}"], self.seen[f"cache_rope.{layer}"] = latent, k_rope
 
         w = self.weight(name + "kv_b_proj").reshape(heads, nope + value, -1)
         w_key, w_value = (w[:, value:], w[:, :value]) if mistake == "value_before_key" else (w[:, :nope], w[:, nope:])
@@ -178,7 +197,7 @@ class NumpyModel:
             gate, up = up, gate
         return (gate / (1 + np.exp(-gate)) * up) @ self.weight(name + "down_proj").T
 
-    def moe(self, name, x):
+    def moe(self, layer, name, x):
         c, mistake = self.config, self.mistake
         router = x @ self.weight(name + "gate").T
         if mistake == "softmax_scores":
@@ -186,14 +205,16 @@ class NumpyModel:
             scores /= scores.sum(-1, keepdims=True)
         else:
             scores = 1 / (1 + np.exp(-router))
-        biased = scores + self.tensors[name + "gate.e_score_correction_bias"]
+        bias = self.tensors[name + "gate.e_score_correction_bias"]
+        biased = scores + (round_to_bfloat16(bias) if mistake == "bias_bfloat16" else bias)
         choice = scores if mistake == "bias_ignored" else biased
-        picked = np.argsort(-choice, axis=-1, kind="stable")[:, : c["num_experts_per_tok"]]
+        picked = np.sort(np.argsort(-choice, axis=-1, kind="stable")[:, : c["num_experts_per_tok"]])
         weights = np.take_along_axis(biased if mistake == "bias_in_weights" else scores, picked, -1)
         if mistake != "no_topk_norm":
             weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
         if mistake != "no_routed_scaling":
             weights = weights * c["routed_scaling_factor"]
+        self.seen |= {f"router_logits.{layer}": router, f"topk_ids.{layer}": picked, f"topk_weights.{layer}": weights}
         out = self.mlp(name + "shared_experts.", x)
         if mistake == "shared_scaled":
             out = out * c["routed_scaling_factor"]
@@ -208,3 +229,48 @@ def round_to_bfloat16(x: np.ndarray) -> np.ndarray:
     """Round to nearest even at 8 significant bits."""
     bits = x.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).view(np.float32).astype(np.float64)
+
+
+def reference_errors(model: NumpyModel, reference: dict[str, np.ndarray], prefix: str = "") -> dict[str, float]:
+    """The largest difference for everything that `reference` stores about the sequences `prefix`input_ids."""
+    errors: dict[str, float] = {}
+    for row, ids in enumerate(reference[prefix + "input_ids"]):
+        model.logits(ids)
+        for key, value in model.seen.items():
+            if prefix + key in reference:
+                errors[key] = max(errors.get(key, 0.0), np.abs(value - reference[prefix + key][row]).max())
+    return errors
+
+
+def selfcheck(tiny: Path, fixtures: Path) -> None:
+    """Assert that the reference is right and that every known mistake would be seen; print both as tables."""
+    variant = fixtures / "variant_ct"
+    reference = read_safetensors(fixtures / "reference.safetensors")
+    variant_reference = read_safetensors(variant / "reference.safetensors")
+    print(
+        f"logits: standard deviation {reference['logits'].std():.2f}, largest {np.abs(reference['logits']).max():.2f}"
+    )
+    for title, directory, tensors, prefix in (
+        ("tiny_random", tiny, reference, ""),
+        ("tiny_random, 200 tokens", tiny, reference, "long_"),
+        ("tiny_random, robust prompt", tiny, reference, "robust_"),
+        ("variant_ct", variant, variant_reference, ""),
+    ):
+        for absorbed in (False, True):
+            errors = reference_errors(NumpyModel(directory, absorbed=absorbed), tensors, prefix)
+            worst = max(errors, key=lambda key: errors[key])
+            form = "absorbed" if absorbed else "expanded"
+            print(f"{errors['logits']:10.2e}  {title}, {form} (largest of {len(errors)}: {errors[worst]:.2e}, {worst})")
+            assert errors[worst] < TOLERANCE / 2
+    for title, options in (
+        ("deviation: latent norms with rms_norm_eps", {"latent_norm_eps": 1e-5}),
+        ("deviation: experts dequantised to bfloat16", {"bfloat16_experts": True}),
+        *((f"mistake: {meaning}", {"mistake": mistake}) for mistake, meaning in MISTAKES.items()),
+    ):
+        error = reference_errors(NumpyModel(tiny, **options), reference)["logits"]
+        print(f"{error:10.2e}  {title}")
+        assert "mistake" not in options or error > 100 * TOLERANCE, title
+
+
+if __name__ == "__main__":
+    selfcheck(HERE.parents[1] / "kimi_jax" / "assets" / "tiny_random", HERE)
