@@ -6,7 +6,7 @@ Times are µs for one call. Bytes are what one GPU sends one way, at the least t
 import math
 from dataclasses import dataclass
 
-from kimi_jax.estimator.constants import LINKS, Constants
+from kimi_jax.estimator.constants import Constants, LinkConstants
 from meshes import GPU, AxisSpan, Topology
 
 
@@ -44,6 +44,7 @@ class Network:
     gpu: GPU
     topology: Topology
     constants: Constants
+    link: LinkConstants
 
     @property
     def local(self) -> float:
@@ -67,7 +68,7 @@ def _transfer(latency_us: float, local_us: float, local_bytes: float, algorithm:
 
 def all_reduce_algorithms(network: Network, size: int, num_bytes: float) -> list[Transfer]:
     """All-reduce of `num_bytes` on each of `size` GPUs of one domain, by every algorithm that applies."""
-    link, c, beta = LINKS[network.gpu.local_link.name], network.constants, network.local
+    link, c, beta = network.link, network.constants, network.local
     hop, least = network.hops_us(size), num_bytes * (size - 1) / size
     one_shot = (size - 1) * num_bytes / (link.one_shot_fraction * beta)
     two_shot = 2 * least / (link.two_shot_fraction * beta)
@@ -128,7 +129,7 @@ def gather_and_scatter(network: Network, span: AxisSpan, gathered_bytes: float) 
     """All-gather to `gathered_bytes` on every GPU of the group, and the reduce-scatter of as many bytes back."""
     if span.size == 1:
         return Transfer()
-    link, c, n = LINKS[network.gpu.local_link.name], network.constants, span.size
+    link, c, n = network.link, network.constants, span.size
     moved = gathered_bytes * (n - 1) / n
     if span.domains == 1:
         latency = link.nccl_us + network.hops_us(n)
@@ -152,7 +153,7 @@ def dispatch_and_combine(
     """
     if span.size == 1:
         return Transfer()
-    link, c, n = LINKS[network.gpu.local_link.name], network.constants, span.size
+    link, c, n = network.link, network.constants, span.size
     row_bytes = hidden_size * (dispatch_bytes + 2)
     copies = min(n, top_k)
     doublings = math.log2(max(n / 8, 1))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kimi_jax.estimator import step
-from kimi_jax.estimator.acceptance import Acceptance
+from kimi_jax.estimator.acceptance import Acceptance, rate_for_length
 from kimi_jax.estimator.model import Precision, k26
 from kimi_jax.estimator.step import Estimate, Prefill
 from meshes import Layout, Preset, Topology, gpu
@@ -20,7 +20,7 @@ OVERLAP = 0.0
 BANDS = {"single-node": 0.15, "wide-ep": 0.30}
 """Largest error that the model claims, by family."""
 
-NO_DRAFT = Acceptance(((0.0,),), "no draft")
+NO_DRAFT = Acceptance((((0.0,),),), "no draft")
 
 DEEPSEEK_V3 = replace(
     k26(), num_attention_heads=128, n_routed_experts=256, first_k_dense_replace=3, vocab_size=129280
@@ -132,3 +132,39 @@ POINTS: tuple[Point, ...] = (
           "LMSYS blog 2025-09-25: 10 % below the point above",
           _wide("gb200", 48, 768, 2050, 288, 4, 48, precision=NVFP4, model=DEEPSEEK_V3)),
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AcceptancePoint:
+    """A drafter measured as a chain and as a tree: tokens a round."""
+
+    name: str
+    role: Literal["calibration", "held-out"]
+    block_size: int
+    chain: float
+    budget: int
+    published: float
+    source: str
+
+    @property
+    def predicted(self) -> float:
+        """Tree length that the model makes of the chain's."""
+        rate = rate_for_length(self.chain, self.block_size)
+        return step.default_acceptance(self.block_size, rate).length(self.budget)
+
+    @property
+    def error(self) -> float:
+        """Predicted over published, minus 1."""
+        return self.predicted / self.published - 1
+
+
+DOMINO = "Domino-Tree results/tables_gpunative: DFlash and DDTree@16, same drafter"
+
+ACCEPTANCE_BAND = 0.10
+ACCEPTANCE_POINTS = (
+    AcceptancePoint("Qwen3-4B, block 16, T=0", "calibration", 16, 6.25, 16, 7.03, DOMINO),
+    AcceptancePoint("Qwen3-8B, block 16, T=0", "calibration", 16, 6.12, 16, 6.91, DOMINO),
+    AcceptancePoint("Qwen3-4B, block 16, T=1", "held-out", 16, 5.39, 16, 6.30, DOMINO),
+    AcceptancePoint("Qwen3-8B, block 16, T=1", "held-out", 16, 5.24, 16, 6.12, DOMINO),
+    AcceptancePoint("dtree-mlx, block 16, budget 24", "held-out", 16, 5.71, 24, 7.17, "DrHB/dtree-mlx page"),
+)

@@ -8,10 +8,11 @@ import math
 from dataclasses import dataclass, field
 
 from kimi_jax.config import ModelConfig
+from kimi_jax.estimator import acceptance as acceptance_module
 from kimi_jax.estimator import routing as routing_module
 from kimi_jax.estimator.acceptance import Acceptance
 from kimi_jax.estimator.collectives import Network, Transfer, all_reduce, dispatch_and_combine, gather_and_scatter
-from kimi_jax.estimator.constants import Constants, Kernels, kernels
+from kimi_jax.estimator.constants import LINKS, Constants, Kernels, LinkConstants, kernels
 from kimi_jax.estimator.model import (
     K26_PRECISION,
     Drafter,
@@ -64,6 +65,22 @@ class Scenario:
     precision: Precision = K26_PRECISION
     drafter: Drafter = field(default_factory=Drafter)
     constants: Constants = field(default_factory=Constants)
+    link: LinkConstants = LINKS["NVLink 5"]
+    """How collectives use the GPU's local link."""
+
+
+def default_acceptance(
+    block_size: int = 8, hit_rate: float | None = None, constants: Constants | None = None
+) -> Acceptance:
+    """Acceptance of a drafter with one mean hit rate (default: that of the Kimi K2.5 drafter's card)."""
+    c = constants or Constants()
+    return acceptance_module.constant(
+        hit_rate or c.hit_rate,
+        block_size - 1,
+        sibling_share=c.sibling_share,
+        unsure_rate=c.unsure_rate,
+        after_sibling=c.after_sibling,
+    )
 
 
 def scenario(
@@ -72,7 +89,7 @@ def scenario(
     *,
     concurrency: int,
     context: int,
-    acceptance: Acceptance,
+    acceptance: Acceptance | None = None,
     kernel_library: str = "public",
     constants: Constants | None = None,
     model: ModelConfig | None = None,
@@ -85,6 +102,8 @@ def scenario(
         ValueError: a load that means nothing (no request, no context, overlap outside 0 to 1).
     """
     constants, model = constants or Constants(), model or k26()
+    drafter = options.setdefault("drafter", Drafter())
+    acceptance = acceptance or default_acceptance(drafter.block_size, constants=constants)
     options.setdefault(
         "routing",
         routing_module.zipf(
@@ -93,7 +112,7 @@ def scenario(
     )
     result = Scenario(
         preset=preset, gpu=gpu, kernels=kernels(kernel_library, gpu.name), concurrency=concurrency, context=context,
-        acceptance=acceptance, constants=constants, model=model, **options,
+        acceptance=acceptance, constants=constants, model=model, link=LINKS[gpu.local_link.name], **options,
     )  # fmt: skip
     validate(result)
     return result
@@ -104,6 +123,11 @@ def validate(s: Scenario) -> None:
     if s.gpu.name not in s.preset.gpu_names:
         raise LayoutError(f"{s.preset.name} is made of {', '.join(s.preset.gpu_names)}, not of {s.gpu.name}")
     check_model_layout(s.preset, s.model)
+    if s.budget and s.acceptance.max_depth != s.drafter.max_depth:
+        raise ValueError(
+            f"hit rates for {s.acceptance.max_depth} draft positions, but a block of {s.drafter.block_size} "
+            f"has {s.drafter.max_depth}"
+        )
     for name, value, least in (("concurrency", s.concurrency, 1), ("context", s.context, 1), ("budget", s.budget, 0)):
         if value < least:
             raise ValueError(f"{name} is {value}: at least {least}")
@@ -427,7 +451,7 @@ def estimate(s: Scenario) -> Estimate:
     """Estimate one step: time by part, the physical limit, memory, and what users and the system get."""
     m, gpu, k, c, layout = s.model, s.gpu, s.kernels, s.constants, s.preset.layout
     load, w = _rows(s), Weights(s.model)
-    network = Network(gpu, s.preset.topology, c)
+    network = Network(gpu, s.preset.topology, c, s.link)
     tp, rows = layout.tp, load.rows
     # Two a layer (attention output; experts, shared expert or dense output), one for the logits.
     reduction = all_reduce(network, s.preset.span("tp"), rows * m.hidden_size * 2)
