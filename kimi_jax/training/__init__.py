@@ -1,0 +1,1 @@
+"""Training of the bundled small model and of DFlash drafters."""
