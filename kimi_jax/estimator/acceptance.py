@@ -12,7 +12,7 @@ Rates = tuple[tuple[float, ...], ...]
 """`rates[d][r]`: chance that the drafter's candidate of rank r at depth d is right where the path so far is."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity: hashing its tables would cost more than an estimate
 class Acceptance:
     """Hit rates of a drafter, as one table or as several equally likely ones, each a kind of round.
 
@@ -44,7 +44,7 @@ class Acceptance:
         The tree holds the `budget` nodes with the largest chance of being on the accepted path, as DDTree builds it
         from the drafter's marginals (arXiv 2604.12989). Budget 0 is decoding without a draft.
         """
-        return _length(self.tables, self.after_sibling, budget)
+        return _length(self, budget)
 
     def chain_length(self) -> float:
         """Expected tokens of a round whose draft is the path of first candidates."""
@@ -57,8 +57,8 @@ def _chain(first: np.ndarray) -> float:
 
 
 @functools.lru_cache(maxsize=4096)
-def _length(tables: tuple[Rates, ...], after_sibling: float, budget: int) -> float:
-    return 1 + float(np.mean([_accepted(table, after_sibling, budget) for table in tables]))
+def _length(acceptance: Acceptance, budget: int) -> float:
+    return 1 + float(np.mean([_accepted(table, acceptance.after_sibling, budget) for table in acceptance.tables]))
 
 
 def _accepted(rates: Rates, after_sibling: float, budget: int) -> float:

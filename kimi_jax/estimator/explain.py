@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from kimi_jax.estimator import routing
 from kimi_jax.estimator.constants import Constants, Kernels, LinkConstants
-from kimi_jax.estimator.step import Scenario, default_acceptance, estimate
+from kimi_jax.estimator.scenario import Scenario, default_acceptance
+from kimi_jax.estimator.step import estimate
 
 CHANGE = 0.20
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from kimi_jax.estimator import search
 from kimi_jax.estimator.acceptance import rate_for_length
 from kimi_jax.estimator.model import Drafter
-from kimi_jax.estimator.step import Estimate, default_acceptance, estimate, scenario
+from kimi_jax.estimator.scenario import default_acceptance, make_scenario
+from kimi_jax.estimator.step import Estimate, estimate
 from meshes import Layout, Preset, expert_slots, gpu, preset
 
 EXPERTS_ONE_GPU_MS = {9: 15.9, 33: 42.7}
@@ -86,7 +87,7 @@ def _corrected(machine: Preset, layout: Layout, concurrency: int, rows: int, con
     """The same question put to the corrected model: HGX B300 up to 8 GPUs, GB300 NVL72 above, same acceptance."""
     block = 8 if rows == 9 else 16
     return estimate(
-        scenario(
+        make_scenario(
             replace(machine, layout=layout), gpu(machine.gpu_names[0]), concurrency=concurrency, context=context,
             budget=rows - 1, drafter=Drafter(block_size=block),
             acceptance=default_acceptance(block, rate_for_length(ACCEPTED[rows], block)),

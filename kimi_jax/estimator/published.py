@@ -11,7 +11,8 @@ from typing import Literal
 from kimi_jax.estimator import step
 from kimi_jax.estimator.acceptance import Acceptance, rate_for_length
 from kimi_jax.estimator.model import Precision, k26
-from kimi_jax.estimator.step import Estimate, Prefill
+from kimi_jax.estimator.scenario import Prefill, default_acceptance, make_scenario
+from kimi_jax.estimator.step import Estimate
 from meshes import Layout, Preset, Topology, gpu
 
 OVERLAP = 0.0
@@ -68,7 +69,7 @@ def _tp8(card: str, concurrency: int, input_tokens: int) -> Callable[[], Estimat
 
     def run() -> Estimate:
         return step.estimate(
-            step.scenario(
+            make_scenario(
                 Preset(f"8 × {card}", Topology(8, 8, 8), layout, (card,)), gpu(card),
                 concurrency=concurrency, context=input_tokens + 512, acceptance=NO_DRAFT, kernel_library="vllm",
                 prefill=Prefill(input_tokens, 1024), overlap=OVERLAP,
@@ -84,7 +85,7 @@ def _wide(card: str, gpus: int, per_gpu: int, context: int, slots: int, node: in
     def run() -> Estimate:
         layout = Layout(ep=gpus, exchange="alltoall")
         return step.estimate(
-            step.scenario(
+            make_scenario(
                 Preset(f"{gpus} × {card}", Topology(gpus, node, domain), layout, (card,)), gpu(card),
                 concurrency=per_gpu * gpus, context=context, acceptance=NO_DRAFT, kernel_library="sglang",
                 physical_slots=slots, overlap=OVERLAP, **options,
@@ -150,7 +151,7 @@ class AcceptancePoint:
     def predicted(self) -> float:
         """Tree length that the model makes of the chain's."""
         rate = rate_for_length(self.chain, self.block_size)
-        return step.default_acceptance(self.block_size, rate).length(self.budget)
+        return default_acceptance(self.block_size, rate).length(self.budget)
 
     @property
     def error(self) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity, so that it is cheap to hash
 class Routing:
     """How popular each expert is, and how alike the rows of one draft tree are.
 
@@ -33,14 +33,14 @@ class Routing:
 
         All alike, that is E·(1 - (1 - k/E)^rows): 66.3 of 384 for 9 rows, 192.3 for 33.
         """
-        return _distinct(rows, self.num_experts, self.top_k, self.popularity)
+        return _distinct(self, rows)
 
 
 @functools.lru_cache(maxsize=65536)
-def _distinct(rows: float, num_experts: int, top_k: int, popularity: tuple[float, ...]) -> float:
-    if not popularity:
-        return num_experts * (1 - (1 - top_k / num_experts) ** rows)
-    return float(np.sum(1 - (1 - np.asarray(popularity)) ** rows))
+def _distinct(routing: Routing, rows: float) -> float:
+    if not routing.popularity:
+        return routing.num_experts * (1 - (1 - routing.top_k / routing.num_experts) ** rows)
+    return float(np.sum(1 - (1 - np.asarray(routing.popularity)) ** rows))
 
 
 def uniform(num_experts: int, top_k: int, tree_diversity: float = 1.0) -> Routing:

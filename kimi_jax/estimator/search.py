@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kimi_jax.estimator.step import Estimate, Scenario, check_model_layout
+from kimi_jax.estimator.scenario import Scenario, check_model_layout
+from kimi_jax.estimator.step import Estimate
 from kimi_jax.estimator.step import estimate as estimate_step
 from meshes import Layout, LayoutError, Preset, preset
 
@@ -16,6 +17,8 @@ BUDGETS = (0, 4, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 Goal = Literal["latency", "throughput"]
+Family = Literal["hgx", "nvl"]
+Side = Literal["left", "right"]
 
 ERROR_BAND = {"single-node": 0.15, "wide-ep": 0.30}
 
@@ -179,16 +182,16 @@ def _nothing_fits(machine: Preset, scenario: Scenario) -> str:
     )
 
 
-def machine_of(family: Literal["hgx", "nvl"], gpus: int) -> Preset:
-    """A machine of one family with so many GPUs: `hgx-ib-N`, or `nvl72` (as much of it as needed) and `nvl36`.
+def machine_of(family: Family, gpus: int) -> Preset:
+    """A machine of one family with so many GPUs: `hgx-ib-N`, `nvl36`, or `nvl72` and parts of it.
 
     Raises:
         LayoutError: no such machine; the message names the nearest.
     """
     if family == "hgx":
         return preset(f"hgx-ib-{gpus}")
-    if gpus == 36:
-        return preset("nvl36")
+    if gpus in (36, 72):
+        return preset(f"nvl{gpus}")
     return preset("nvl72").with_axes(dp=1, ep=gpus, tp=1)
 
 
@@ -207,6 +210,16 @@ class Comparison:
             return math.inf if self.left is None else 0.0
         return self.right.tokens_per_s_per_user / self.left.tokens_per_s_per_user
 
+    @property
+    def verdict(self) -> str:
+        """Which machine is faster, or that the model cannot tell."""
+        if self.left is None or self.right is None:
+            return "neither fits" if self.left is self.right else "only one fits"
+        band = max(error_band(self.left), error_band(self.right))
+        if abs(self.ratio - 1) <= band:
+            return "within the model's error"
+        return f"{self.right.scenario.preset.name if self.ratio > 1 else self.left.scenario.preset.name} faster"
+
 
 def compare(
     left: tuple[Preset, Scenario],
@@ -223,7 +236,7 @@ def compare(
     return [Comparison(load, best(*left, load), best(*right, load)) for load in concurrencies]
 
 
-def crossovers(comparisons: Sequence[Comparison], side: Literal["left", "right"]) -> list[tuple[int, str]]:
+def crossovers(comparisons: Sequence[Comparison], side: Side) -> list[tuple[int, str]]:
     """Concurrencies at which the best layout of one side changes, each with the layout from there on."""
     changes: list[tuple[int, str]] = []
     for comparison in comparisons:

@@ -1,0 +1,140 @@
+"""What is estimated: a layout on a machine, a load, and the assumptions about drafter, routing and kernels."""
+
+from dataclasses import dataclass, field
+
+from kimi_jax.config import ModelConfig
+from kimi_jax.estimator import acceptance as acceptance_module
+from kimi_jax.estimator import routing as routing_module
+from kimi_jax.estimator.acceptance import Acceptance
+from kimi_jax.estimator.constants import LINKS, Constants, Kernels, LinkConstants, kernels
+from kimi_jax.estimator.model import K26_PRECISION, Drafter, Precision, k26
+from kimi_jax.estimator.routing import Routing
+from meshes import GPU, LayoutError, Preset, check_layout, expert_slots
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Prompts that the same GPUs work through between decode steps."""
+
+    input_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One layout under one load. `concurrency` is requests in flight in the whole system."""
+
+    preset: Preset
+    gpu: GPU
+    kernels: Kernels
+    concurrency: int
+    context: int
+    acceptance: Acceptance
+    routing: Routing
+    budget: int = 0
+    """Draft nodes of a request's tree; 0 decodes without a draft."""
+    overlap: float = 0.0
+    """Share of communication hidden behind computation, 0 to 1."""
+    is_cache_split: bool = False
+    """Latent cache split along the sequence over tp instead of repeated on every tp rank."""
+    has_eplb: bool = True
+    physical_slots: int = 0
+    """Expert slots of one replica; 0 for the fewest that divide."""
+    prefill: Prefill | None = None
+    model: ModelConfig = field(default_factory=k26)
+    precision: Precision = K26_PRECISION
+    drafter: Drafter = field(default_factory=Drafter)
+    constants: Constants = field(default_factory=Constants)
+    link: LinkConstants = LINKS["NVLink 5"]
+    """How collectives use the GPU's local link."""
+
+
+def default_acceptance(
+    block_size: int = 8, hit_rate: float | None = None, constants: Constants | None = None
+) -> Acceptance:
+    """Acceptance of a drafter with one mean hit rate (default: that of the Kimi K2.5 drafter's card)."""
+    c = constants or Constants()
+    return acceptance_module.constant(
+        hit_rate or c.hit_rate,
+        block_size - 1,
+        sibling_share=c.sibling_share,
+        unsure_rate=c.unsure_rate,
+        after_sibling=c.after_sibling,
+    )
+
+
+def make_scenario(
+    preset: Preset,
+    gpu: GPU,
+    *,
+    concurrency: int,
+    context: int,
+    acceptance: Acceptance | None = None,
+    kernel_library: str = "public",
+    constants: Constants | None = None,
+    model: ModelConfig | None = None,
+    **options,
+) -> Scenario:
+    """Make a scenario with Zipf routing and the GPU's kernels; `options` are fields of `Scenario`.
+
+    Raises:
+        LayoutError: a layout that the model's sizes refuse, or a machine that does not exist with this GPU.
+        ValueError: a load that means nothing (no request, no context, overlap outside 0 to 1).
+    """
+    constants, model = constants or Constants(), model or k26()
+    drafter = options.setdefault("drafter", Drafter())
+    acceptance = acceptance or default_acceptance(drafter.block_size, constants=constants)
+    options.setdefault(
+        "routing",
+        routing_module.zipf(
+            model.n_routed_experts, model.num_experts_per_tok, constants.zipf_offset, constants.tree_diversity
+        ),
+    )
+    result = Scenario(
+        preset=preset, gpu=gpu, kernels=kernels(kernel_library, gpu.name), concurrency=concurrency, context=context,
+        acceptance=acceptance, constants=constants, model=model, link=LINKS[gpu.local_link.name], **options,
+    )  # fmt: skip
+    validate(result)
+    return result
+
+
+def validate(s: Scenario) -> None:
+    """Refuse what cannot be built or means nothing; see `make_scenario` for what is raised."""
+    if s.gpu.name not in s.preset.gpu_names:
+        raise LayoutError(f"{s.preset.name} is made of {', '.join(s.preset.gpu_names)}, not of {s.gpu.name}")
+    check_model_layout(s.preset, s.model)
+    if s.budget and s.acceptance.max_depth != s.drafter.max_depth:
+        raise ValueError(
+            f"hit rates for {s.acceptance.max_depth} draft positions, but a block of {s.drafter.block_size} "
+            f"has {s.drafter.max_depth}"
+        )
+    for name, value, least in (("concurrency", s.concurrency, 1), ("context", s.context, 1), ("budget", s.budget, 0)):
+        if value < least:
+            raise ValueError(f"{name} is {value}: at least {least}")
+    if not 0 <= s.overlap <= 1:
+        raise ValueError(f"overlap is {s.overlap}: a share between 0 and 1")
+    if s.physical_slots and (
+        s.physical_slots % s.preset.layout.expert_ranks or s.physical_slots < s.model.n_routed_experts
+    ):
+        ranks, experts = s.preset.layout.expert_ranks, s.model.n_routed_experts
+        fewest = expert_slots(experts, ranks)
+        raise LayoutError(
+            f"{s.physical_slots} expert slots do not lie evenly on {ranks} ranks or do not hold {experts} experts: "
+            f"use {fewest}, {fewest + ranks} or another multiple of {ranks}"
+            + ("" if experts % ranks else f" (or {experts}, without replicas)")
+        )
+
+
+def check_model_layout(preset: Preset, model: ModelConfig) -> None:
+    """Check a layout against a model's sizes. Raises LayoutError with the tp sizes that work."""
+    check_layout(
+        preset.layout,
+        num_heads=model.num_attention_heads,
+        widths={
+            "shared expert width": model.n_shared_experts * model.moe_intermediate_size,
+            "dense width": model.intermediate_size,
+        },
+        vocab_size=model.vocab_size,
+        expert_width=model.moe_intermediate_size,
+        group_size=model.quantization_group_size,
+    )

@@ -1,0 +1,351 @@
+"""Estimate how K2.6 runs on a cluster: step time, memory, throughput, and which layout to choose.
+
+Examples:
+  uv run scripts/estimate.py point --mesh nvl72 --concurrency 64 --budget 8
+  uv run scripts/estimate.py recommend --mesh hgx-ib-16 --concurrency 1
+  uv run scripts/estimate.py recommend --mesh nvl72 --goal throughput --least-speed 40
+  uv run scripts/estimate.py compare --gpus 8 16 36 72
+  uv run scripts/estimate.py plot budget --output budget.png
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+
+from kimi_jax.cli import errors_in_one_line
+from kimi_jax.estimator import acceptance, document, original, pictures, published, report, routing, search, step
+from kimi_jax.estimator.constants import Constants
+from kimi_jax.estimator.explain import explain
+from kimi_jax.estimator.model import Drafter, k26
+from kimi_jax.estimator.scenario import Prefill, Scenario, default_acceptance, make_scenario
+from meshes import GPU, Preset, gpu, preset
+from meshes.hardware import INFINIBAND_400, INFINIBAND_800
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Load:
+    """The load, the drafter, and what the model assumes."""
+
+    concurrency: int = 1
+    """Requests in flight in the whole system."""
+    context: int = 8192
+    """Tokens in each request's cache."""
+    block: int = 8
+    """Positions of one drafter pass; the public Kimi drafters have 8."""
+    hit_rate: float | None = None
+    """Mean hit rate of the drafter's first candidate; by default that of the Kimi K2.5 drafter's card."""
+    hit_rates: Path | None = None
+    """Measured hit rates by position: JSON with `hit_rates`, as in decode.py's --json report."""
+    experts_used: Literal["zipf", "uniform"] = "zipf"
+    """How popular experts are."""
+    expert_counts: Path | None = None
+    """Measured popularity instead: JSON with a pick count for each expert, or such a list for each layer."""
+    kernels: Literal["public", "target", "vllm"] = "public"
+    """Kernels: the best that were measured publicly, this project's design targets, or vLLM's."""
+    overlap: float = 0.0
+    """Share of communication hidden behind computation, 0 to 1."""
+    eplb: bool = True
+    """Experts balanced over ranks by load."""
+    slots: int = 0
+    """Expert slots of one replica, more than the experts for replicas; 0 for the fewest that divide."""
+    split_cache: bool = False
+    """Split the latent cache along the sequence over tp instead of repeating it on every tp rank."""
+    input_tokens: int = 0
+    """Prompt length, to count prompts that the same GPUs work through; 0 leaves them out."""
+    output_tokens: int = 1024
+    """Answer length, for the same purpose."""
+    infiniband: Literal[400, 800] | None = None
+    """Gb/s of each GPU's adapter; by default the GPU's usual one."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+    def card(self, machine: Preset, name: str | None) -> GPU:
+        """The GPU by name, or the machine's first."""
+        found = gpu(name or machine.gpu_names[0])
+        links = {None: found.network_link, 400: INFINIBAND_400, 800: INFINIBAND_800}
+        return dataclasses.replace(found, network_link=links[self.infiniband])
+
+    def scenario(self, machine: Preset, gpu_name: str | None, budget: int = 0) -> Scenario:
+        """The scenario on a machine."""
+        constants, model = Constants(), k26()
+        popularity = {
+            "zipf": routing.zipf(384, 8, constants.zipf_offset, constants.tree_diversity),
+            "uniform": routing.uniform(384, 8, constants.tree_diversity),
+        }[self.experts_used]
+        if self.expert_counts:
+            popularity = routing.from_file(self.expert_counts, model.n_routed_experts, model.num_experts_per_tok)
+        if self.hit_rates:
+            rates = acceptance.from_file(self.hit_rates, constants.after_sibling)
+        else:
+            rates = default_acceptance(self.block, self.hit_rate)
+        return make_scenario(
+            machine,
+            self.card(machine, gpu_name),
+            concurrency=self.concurrency,
+            context=self.context,
+            acceptance=rates,
+            routing=popularity,
+            kernel_library=self.kernels,
+            budget=budget,
+            overlap=self.overlap,
+            has_eplb=self.eplb,
+            physical_slots=self.slots,
+            is_cache_split=self.split_cache,
+            prefill=Prefill(self.input_tokens, self.output_tokens) if self.input_tokens else None,
+            drafter=Drafter(block_size=rates.max_depth + 1),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place(Load):
+    """One machine, and the layout on it."""
+
+    mesh: str = "nvl72"
+    """Machine: local (up to 8 GPUs of one node), hgx-ib-N, nvl36 or nvl72."""
+    gpu: str | None = None
+    """h100, h200, b200, b300, gb200, gb300 or rtx-pro-6000 (on local); by default the mesh's usual one."""
+    dp: int | None = None
+    """Replicas."""
+    ep: int | None = None
+    """Ranks that share the experts and split the batch."""
+    tp: int | None = None
+    """Ranks that split heads and widths."""
+    experts: Literal["slots", "width"] | None = None
+    """Split whole experts over ep and tp, or experts over ep and their width over tp."""
+    exchange: Literal["allgather", "alltoall"] | None = None
+    """How rows reach experts and come back."""
+
+    def machine(self) -> Preset:
+        """The preset with the layout options applied."""
+        machine = preset(self.mesh).with_axes(dp=self.dp, ep=self.ep, tp=self.tp)
+        chosen = {name: value for name in ("experts", "exchange") if (value := getattr(self, name))}
+        return machine.with_layout(dataclasses.replace(machine.layout, **chosen))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PointOptions(Place):
+    """Options of `point`."""
+
+    budget: int = 8
+    """Draft nodes of a request's tree; 0 decodes without a draft."""
+
+
+def run_point(options: PointOptions) -> None:
+    """One layout under one load: time by part, bottleneck, memory, speed, each beside its physical limit."""
+    result = step.estimate(options.scenario(options.machine(), options.gpu, options.budget))
+    tables = [report.parts_table(result), report.speed_table(result), report.memory_table(result)]
+    _show(options.json, lambda: report.details(result), *tables, f"Bottleneck: {result.bottleneck}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepOptions(Place):
+    """Options of `sweep`."""
+
+    meshes: tuple[str, ...] = ()
+    """Machines to go through instead of --mesh."""
+    concurrencies: tuple[int, ...] = (1, 8, 64, 512, 4096)
+    """Requests in flight."""
+    budgets: tuple[int, ...] = (0, 8, 32)
+    """Draft nodes."""
+    contexts: tuple[int, ...] = (8192,)
+    """Cached tokens of each request."""
+    best_layout: bool = False
+    """Search the best layout for each row instead of the mesh's."""
+
+
+def run_sweep(options: SweepOptions) -> None:
+    """Go over machines, concurrency, budget and context."""
+    results = []
+    for name in options.meshes or (options.mesh,):
+        machine = dataclasses.replace(options, mesh=name).machine()
+        for context in options.contexts:
+            for load in options.concurrencies:
+                at = dataclasses.replace(options, context=context, concurrency=load)
+                for budget in options.budgets:
+                    s = at.scenario(machine, options.gpu, budget)
+                    found = search.candidates(machine, s, (budget,)) if options.best_layout else []
+                    results.append(max(found, key=lambda e: e.tokens_per_s_per_user, default=step.estimate(s)))
+    _show(options.json, lambda: [report.summary(e) for e in results], report.estimates_table(results, "Sweep"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecommendOptions(Place):
+    """Options of `recommend`."""
+
+    goal: search.Goal = "latency"
+    """latency: fastest for a user at --concurrency. throughput: most tokens/s for the system at any concurrency."""
+    least_speed: float = 0.0
+    """Tokens/s that every user must get (for throughput)."""
+    budgets: tuple[int, ...] = search.BUDGETS
+    """Draft budgets to try; 0 is no draft."""
+    try_split_cache: bool = False
+    """Also try the latent cache split along the sequence."""
+
+
+def run_recommend(options: RecommendOptions) -> None:
+    """The best layout for a goal, the runner-up and why."""
+    machine = options.machine()
+    found = search.recommend(
+        machine,
+        options.scenario(machine, options.gpu),
+        options.goal,
+        options.budgets,
+        least_tokens_per_s_per_user=options.least_speed,
+        with_cache_split=options.try_split_cache,
+    )
+    rows = [e for e in (found.best, found.runner_up) if e]
+    table = report.estimates_table(rows, f"{machine.name}: best and runner-up")
+    _show(options.json, lambda: report.recommendation_data(found), table, report.recommendation_text(found))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompareOptions(Load):
+    """Options of `compare`."""
+
+    gpus: tuple[int, ...] = (8, 16, 36, 72)
+    """Sizes to compare; for 36 the nearest HGX machines, 32 and 40, stand beside nvl36."""
+    hgx_gpu: str = "b300"
+    """GPU of the HGX nodes."""
+    nvl_gpu: str = "gb300"
+    """GPU of the rack."""
+    concurrencies: tuple[int, ...] = (1, 8, 64, 512, 2048, 8192)
+    """Requests in flight."""
+
+
+def run_compare(options: CompareOptions) -> None:
+    """HGX with InfiniBand beside NVL72, the best layout of each at every load, and where they cross."""
+    shown: list[Any] = []
+    data: dict[str, Any] = {}
+    for size in options.gpus:
+        rack = search.machine_of("nvl", size)
+        for hgx_size in (32, 40) if size == 36 else (size,):
+            node = search.machine_of("hgx", hgx_size)
+            rows = search.compare(
+                (node, options.scenario(node, options.hgx_gpu)),
+                (rack, options.scenario(rack, options.nvl_gpu)),
+                options.concurrencies,
+            )
+            names = f"{hgx_size} × {options.hgx_gpu} HGX", f"{size} × {options.nvl_gpu} NVL"
+            shown.append(report.comparison_table(rows, *names))
+            changes = search.crossovers(rows, "left"), search.crossovers(rows, "right")
+            for name, side in zip(names, changes, strict=True):
+                shown.append(f"{name}: " + "; ".join(f"from {load} requests {layout}" for load, layout in side))
+            crossings = dict(zip(names, changes, strict=True))
+            data[" / ".join(names)] = {"rows": report.comparison_data(rows), "crossovers": crossings}
+    _show(options.json, lambda: data, *shown)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExplainOptions(PointOptions):
+    """Options of `explain`."""
+
+    constants: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="CONSTANT ...")] = ()
+    """Constants to explain; none for all that matter here."""
+
+
+def run_explain(options: ExplainOptions) -> None:
+    """What a constant is, where it comes from, and how much the answer moves if it is 20 % off."""
+    s = options.scenario(options.machine(), options.gpu, options.budget)
+    effects = explain(s, options.constants)
+    if not options.constants:
+        effects = [e for e in effects if e.swing >= 0.001]
+    title = f"{s.preset.name}, {s.gpu.name}, {search.describe(s.preset.layout)}, {s.concurrency} requests"
+    _show(options.json, lambda: [dataclasses.asdict(e) for e in effects], report.effects_table(effects, title))
+
+
+def run_original(json: bool = False) -> None:
+    """The original analysis, figure by figure, reproduced and beside the corrected model.
+
+    Args:
+        json: Print JSON instead of a table.
+    """
+    figures = list(original.figures())
+    _show(json, lambda: [dataclasses.asdict(f) for f in figures], report.original_table(figures))
+
+
+def run_validate(json: bool = False) -> None:
+    """Predicted against published speeds, calibration and held-out points apart.
+
+    Args:
+        json: Print JSON instead of a table.
+    """
+    _show(json, report.validation_data, report.validation_table(published.POINTS, published.ACCEPTANCE_POINTS))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlotOptions(Place):
+    """Options of `plot`."""
+
+    picture: Annotated[
+        Literal["pareto", "overhead-wall", "throughput", "budget"], tyro.conf.Positional, tyro.conf.arg(name="picture")
+    ]
+    """pareto: users against GPUs. overhead-wall: one stream's step by part against GPUs. throughput: load, HGX and
+    NVL72. budget: speed against draft nodes."""
+    output: Path | None = None
+    """PNG file (needs the extra `plots`); without it the picture is drawn in the terminal."""
+    budget: int = 8
+    """Draft nodes, for the overhead wall."""
+
+
+def run_plot(options: PlotOptions) -> None:
+    """Draw a picture, as a PNG file or in the terminal."""
+    machine = options.machine()
+    s = options.scenario(machine, options.gpu, options.budget)
+    picture = {
+        "pareto": lambda: pictures.pareto_picture(machine, s, search.CONCURRENCIES[::2]),
+        "overhead-wall": lambda: pictures.wall_picture(document.wall(s)),
+        "throughput": lambda: pictures.throughput_picture(document.throughput(s)),
+        "budget": lambda: pictures.budget_picture(document.budget_scenarios(s), (0, *range(1, 17), 24, 32, 48, 64)),
+    }[options.picture]()
+    if options.output:
+        pictures.save_png(picture, options.output)
+        _show(options.json, lambda: {"output": str(options.output)}, f"{options.output}: {picture.title}")
+    else:
+        _show(options.json, lambda: dataclasses.asdict(picture), pictures.terminal(picture))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DocsOptions:
+    """Options of `docs`."""
+
+    output: Path = Path("docs/cluster_scaling.md")
+    """File to write."""
+
+
+def run_docs(options: DocsOptions) -> None:
+    """Write docs/cluster_scaling.md anew from the model."""
+    options.output.write_text(document.cluster_scaling())
+    Console(stderr=True).print(f"{options.output} written", style="dim", highlight=False)
+
+
+def _show(as_json: bool, data: Callable[[], Any], *renderables: Any) -> None:
+    if as_json:
+        print(json.dumps(data(), indent=2, ensure_ascii=False))
+        return
+    console = Console()
+    for renderable in renderables:
+        console.print(renderable, highlight=False)
+
+
+if __name__ == "__main__":
+    with errors_in_one_line(Console(stderr=True, soft_wrap=True)):
+        tyro.extras.subcommand_cli_from_dict(
+            {
+                "point": run_point,
+                "sweep": run_sweep,
+                "recommend": run_recommend,
+                "compare": run_compare,
+                "explain": run_explain,
+                "original": run_original,
+                "validate": run_validate,
+                "plot": run_plot,
+                "docs": run_docs,
+            },
+            description=__doc__,
+            config=(tyro.conf.OmitArgPrefixes,),
+        )
