@@ -3,5 +3,6 @@
 from pallas_kernels.tree_attention.api import tree_attention
 from pallas_kernels.tree_attention.prefill import prefill_attention
 from pallas_kernels.tree_attention.reference import merge
+from pallas_kernels.tree_attention.selection import Choice, Device, choose
 
-__all__ = ["merge", "prefill_attention", "tree_attention"]
+__all__ = ["Choice", "Device", "choose", "merge", "prefill_attention", "tree_attention"]

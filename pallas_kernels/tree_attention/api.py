@@ -1,12 +1,11 @@
 """One public function for MLA tree attention, which picks an implementation and says what it picked and why."""
 
-from typing import Literal
-
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.tree_attention import reference
-
-Implementation = Literal["auto", "reference"]
+from pallas_kernels.tree_attention import blackwell, hopper, reference, schedule, selection
+from pallas_kernels.tree_attention.selection import Implementation
 
 
 def tree_attention(
@@ -20,25 +19,48 @@ def tree_attention(
     ancestors: Bool[Array, "requests rows rows"],
     *,
     scale: float,
+    valid: Bool[Array, "requests rows"] | None = None,
     implementation: Implementation = "auto",
+    config: hopper.Config | blackwell.Config | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Float[Array, "requests rows heads kv_lora_rank"], Float[Array, "requests rows heads"]]:
     """Attend from the rows of a draft tree to a cached latent prefix and to their own ancestors (absorbed MLA).
 
     Row i of a request sees cached positions `0 .. lengths[request] - 1`, and row j of the same request wherever
-    `ancestors[request, i, j]`; a valid row sees itself, and a row that is False throughout is padding. A score is
-    `scale` times the sum of the latent and the rope dot products; the value of a position is its latent.
+    `ancestors[request, i, j]`; a valid row sees itself, and a row that is False throughout is padding. `valid` says
+    instead which rows are not padding: a shard of the context that does not hold the rows' own keys passes an
+    all-False mask with it. A score is `scale` times the sum of the latent and the rope dot products; the value of a
+    position is its latent.
 
     Returns the attention-weighted latents in the queries' dtype, and the natural log-sum-exp of the scores in
     float32, with which parts of a context may be joined (`merge`). Padding rows give 0 and −inf. The softmax is
     float32; bfloat16 inputs are accumulated in float32, float32 inputs are computed in float32 throughout.
 
+    Call it on local shapes: under a mesh with more than one device, inside `shard_map`, with requests and heads
+    sharded and the rest whole. `choose` tells beforehand which implementation "auto" takes, and why. A kernel needs
+    finite values past the length (zero-initialise the cache); the reference does not. `config` overrides a named
+    kernel's launch parameters, and `interpret` runs it on the CPU.
+
     Raises ValueError where shapes do not fit together, or where a named implementation cannot serve them.
     """
     check_shapes(q_latent, q_rope, cache_latent, cache_rope, lengths, row_latent, row_rope, ancestors)
-    if implementation not in ("auto", "reference"):
-        raise ValueError(f"unknown implementation {implementation!r}: give 'auto' or 'reference'")
-    return reference.tree_attention(
-        q_latent, q_rope, cache_latent, cache_rope, lengths, row_latent, row_rope, ancestors, scale=scale
+    requests, rows, heads, rank = q_latent.shape
+    choice = selection.choose(
+        requests=requests,
+        rows=rows,
+        heads=heads,
+        positions=cache_latent.shape[1],
+        kv_lora_rank=rank,
+        rope=q_rope.shape[-1],
+        dtype=jnp.result_type(q_latent, q_rope, cache_latent, cache_rope, row_latent, row_rope),
+        implementation=implementation,
+    )
+    arrays = (q_latent, q_rope, cache_latent, cache_rope, lengths, row_latent, row_rope, ancestors)
+    if choice.implementation == "reference":
+        return reference.tree_attention(*arrays, scale=scale, valid=valid)
+    kernel = selection.KERNELS[choice.implementation]
+    return schedule.launch(
+        kernel.attend, config or choice.config, *arrays, scale=scale, valid=valid, interpret=interpret
     )
 
 

@@ -31,9 +31,14 @@ ROW = plgpu.Layout.WGMMA.reduce(1)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a launch is cut: `splits` pieces along the context; `lazy`, the base-2 rise that forces a rescale."""
+    """How a launch is cut, and when values are rescaled.
+
+    `splits` pieces along the context, each of at least `min_tiles` tiles; `lazy` is the rise of a row's maximum, in
+    base 2, that forces a rescale.
+    """
 
     splits: int = 1
+    min_tiles: int = 1
     lazy: float = 8.0
 
     @property
@@ -67,7 +72,7 @@ def attend(
     rope = q_rope.shape[-1]
     words, padded = mask.shape[1:]
     half, splits = rank // 2, config.splits
-    row_tiles = words * schedule.WORD // BLOCK
+    row_tiles = (words - 1) * schedule.WORD // BLOCK
     scale2 = registers.base2(scale)
 
     def body(*refs):
@@ -177,7 +182,7 @@ def attend(
                 def load_word(w):
                     return plgpu.load(mask_ref.at[request, w, rows], layout=ROW, optimized=False)
 
-                start, lo, hi = extent(request)
+                _, lo, hi = extent(request)
                 length = length_ref[request]
                 context_tiles = requests_ref[request, 1] - row_tiles
 
@@ -219,7 +224,7 @@ def attend(
                 carry = (filled(registers.FLOOR), filled(0.0))
                 carry = lax.fori_loop(lo, full, functools.partial(step, masked=False), carry)
                 maximum, total = lax.fori_loop(full, hi, functools.partial(step, masked=True), carry)
-                inverse, lse = registers.normaliser(maximum, total, load_word, words)
+                inverse, lse = registers.normaliser(maximum, total, load_word(words - 1))
                 whole = (lo == 0) & (hi == requests_ref[request, 1])
                 destination = (request, registers.segment(piece, request, first_request), whole, rows)
                 result.write_lse(lse, *destination)
@@ -239,10 +244,6 @@ def attend(
 
         pl.when(warpgroup == 1)(softmax)
 
-    def swizzled(swizzle, *shape):
-        transforms = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
-        return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
-
     def barrier(count=1):
         return plgpu.Barrier(num_barriers=count, orders_tensor_core=True)
 
@@ -251,12 +252,12 @@ def attend(
         body,
         out_type=schedule.partials(splits, padded, rank),
         scratch_types=[
-            swizzled(128, TILE_ROWS, rank),
-            swizzled(128, TILE_ROWS, rope),
+            registers.swizzled(128, TILE_ROWS, rank),
+            registers.swizzled(128, TILE_ROWS, rope),
             # A 64-row product whose result is 64 wide takes its right operand in 32-column atoms at most.
-            swizzled(64, STAGES, BLOCK, rank),
-            swizzled(64, STAGES, BLOCK, rope),
-            swizzled(128, TILE_ROWS, BLOCK),
+            registers.swizzled(64, STAGES, BLOCK, rank),
+            registers.swizzled(64, STAGES, BLOCK, rope),
+            registers.swizzled(128, TILE_ROWS, BLOCK),
             plgpu.TMEM((TILE_ROWS, BLOCK), jnp.float32),
             plgpu.TMEM((TILE_ROWS, half), jnp.float32),
             plgpu.TMEM((TILE_ROWS, half), jnp.float32),
@@ -291,5 +292,5 @@ def attend(
         lse,
     )
     if splits > 1:
-        schedule.join(*parts, tables, out, lse, interpret=interpret)
+        schedule.join(parts, tables, out, lse, interpret=interpret)
     return jax.freeze(out), jax.freeze(lse)

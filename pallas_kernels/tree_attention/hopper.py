@@ -32,9 +32,13 @@ ROW = plgpu.Layout.WGMMA.reduce(1)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a launch is cut: `splits` pieces along the context; `cluster` query tiles that share each copied tile."""
+    """How a launch is cut.
+
+    `splits` pieces along the context, each of at least `min_tiles` tiles; `cluster` query tiles share each copied tile.
+    """
 
     splits: int = 1
+    min_tiles: int = 1
     cluster: int = 1
 
     @property
@@ -68,7 +72,7 @@ def attend(
     rope = q_rope.shape[-1]
     words, padded = mask.shape[1:]
     half, splits, cluster = rank // 2, config.splits, config.cluster
-    row_tiles = words * schedule.WORD // BLOCK
+    row_tiles = (words - 1) * schedule.WORD // BLOCK
     scale2 = registers.base2(scale)
     multicast = "cluster" if cluster > 1 else None
 
@@ -99,9 +103,7 @@ def attend(
             def copy(latent_ref, rope_ref, position):
                 source = (request, pl.ds(position, BLOCK))
                 for ref, smem in ((latent_ref, latent), (rope_ref, key_rope)):
-                    plgpu.copy_gmem_to_smem(
-                        ref.at[source], smem.at[slot], kv_full.at[slot], collective_axes=multicast
-                    )
+                    plgpu.copy_gmem_to_smem(ref.at[source], smem.at[slot], kv_full.at[slot], collective_axes=multicast)
 
             pl.when(j < context_tiles)(lambda: copy(cl_ref, cr_ref, j * BLOCK))
             pl.when(j >= context_tiles)(lambda: copy(rl_ref, rr_ref, (j - context_tiles) * BLOCK))
@@ -109,13 +111,13 @@ def attend(
         def multiply_add(acc, issue):
             """acc plus the product that `issue` starts; the interpreter knows only accumulators that start at zero."""
             if interpret is None:
-                return pl.run_state(issue)(plgpu.ACC.init(acc))
+                return pl.run_state(issue)(registers.ACC.init(acc))
 
             def product(ref):
                 issue(ref)
                 return ref[...]
 
-            return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
+            return acc + pl.run_scoped(product, registers.ACC(acc.shape, jnp.float32))
 
         def zeros():
             return plgpu.layout_cast(jnp.full((TILE_ROWS, half), 0, jnp.float32), TILE)
@@ -150,7 +152,7 @@ def attend(
                         plgpu.wgmma(ref, qr, key_rope.at[slot].transpose((1, 0)))
                         return ref[...]
 
-                    s = pl.run_scoped(dot, plgpu.ACC((TILE_ROWS, BLOCK), jnp.float32)) * scale2
+                    s = pl.run_scoped(dot, registers.ACC((TILE_ROWS, BLOCK), jnp.float32)) * scale2
                     if masked:
                         s = registers.hide(s, j, context_tiles, length, load_word, TILE)
                     new_maximum = jnp.maximum(maximum, s.max(axis=1))
@@ -181,7 +183,7 @@ def attend(
                 carry = (zeros(), filled(registers.FLOOR), filled(0.0))
                 carry = lax.fori_loop(lo, full, functools.partial(step, masked=False), carry)
                 acc, maximum, total = lax.fori_loop(full, hi, functools.partial(step, masked=True), carry)
-                inverse, lse = registers.normaliser(maximum, total, load_word, words)
+                inverse, lse = registers.normaliser(maximum, total, load_word(words - 1))
                 plgpu.barrier_wait(p_free)
                 row_smem[...] = inverse
                 plgpu.barrier_arrive(p_ready)
@@ -237,11 +239,6 @@ def attend(
 
             lax.fori_loop(first_request, end_request, one_request, (ahead, ahead_j))
 
-    swizzle = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-
-    def shared(*shape):
-        return plgpu.SMEM(shape, jnp.bfloat16, transforms=swizzle)
-
     if cluster > 1:
         # Both warpgroups of every block of the cluster: a multicast copy overwrites the tile of all of them.
         kv_free = plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=2, num_barriers=STAGES)
@@ -254,11 +251,11 @@ def attend(
         body,
         out_type=schedule.partials(splits, padded, rank),
         scratch_types=[
-            shared(TILE_ROWS, rank),
-            shared(TILE_ROWS, rope),
-            shared(STAGES, BLOCK, rank),
-            shared(STAGES, BLOCK, rope),
-            shared(TILE_ROWS, BLOCK),
+            registers.swizzled(128, TILE_ROWS, rank),
+            registers.swizzled(128, TILE_ROWS, rope),
+            registers.swizzled(128, STAGES, BLOCK, rank),
+            registers.swizzled(128, STAGES, BLOCK, rope),
+            registers.swizzled(128, TILE_ROWS, BLOCK),
             plgpu.SMEM((TILE_ROWS,), jnp.float32),
             plgpu.Barrier(num_arrivals=2),
             plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
@@ -290,5 +287,5 @@ def attend(
         lse,
     )
     if splits > 1:
-        schedule.join(*parts, tables, out, lse, interpret=interpret)
+        schedule.join(parts, tables, out, lse, interpret=interpret)
     return jax.freeze(out), jax.freeze(lse)

@@ -33,6 +33,7 @@ def tree_attention(
     ancestors: Bool[Array, "requests rows rows"],
     *,
     scale: float,
+    valid: Bool[Array, "requests rows"] | None = None,
     block: int = DEFAULT_BLOCK,
 ) -> tuple[Float[Array, "requests rows heads kv_lora_rank"], Float[Array, "requests rows heads"]]:
     """Compute the operation that `pallas_kernels.tree_attention.tree_attention` documents.
@@ -56,8 +57,8 @@ def tree_attention(
 
     zero = jnp.zeros_like(q_latent, dtype=jnp.float32)
     carry = (zero[..., 0] + FLOOR, zero[..., 0], zero)
-    carry = step(carry, row_latent, row_rope, ancestors)
-    valid = ancestors.any(axis=-1)
+    valid = ancestors.any(axis=-1) if valid is None else valid
+    carry = step(carry, row_latent, row_rope, ancestors & valid[:, :, None])
     capacity = cache_latent.shape[1]
 
     def cache_step(first, carry, size):

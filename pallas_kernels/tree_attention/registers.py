@@ -15,6 +15,19 @@ FLOOR = -1e30
 LN2 = math.log(2)
 
 
+# pyright takes jax's lazily exported names for private and its transforms for abstract.
+ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+
+
+def swizzled(swizzle: int, *shape: int):
+    """Shared memory for bfloat16 tiles in the layout that copies and tensor cores agree on: `swizzle` bytes wide."""
+    transforms = (
+        plgpu.TilingTransform((8, swizzle // 2)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
+    )
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+
+
 def spread(vector, shape):
     """One value a row, repeated along the columns."""
     return lax.broadcast_in_dim(vector, shape, (0,))
@@ -51,11 +64,8 @@ def hide(scores, tile, context_tiles, length, load_word, layout):
     return jnp.where((column < limit) | (bit != 0), scores, -jnp.inf)
 
 
-def normaliser(maximum, total, load_word, words):
+def normaliser(maximum, total, valid):
     """Reciprocal sum and base-2 log-sum-exp of each query row; 0 and −inf where it is padding or saw nothing."""
-    valid = load_word(0)
-    for w in range(1, words):
-        valid = valid | load_word(w)
     seen = (valid != 0) & (total > 0)
     return jnp.where(seen, 1.0 / total, 0.0), jnp.where(seen, maximum + jnp.log2(total), -jnp.inf)
 

@@ -7,6 +7,7 @@ spread over many pieces, and a piece walks over many short requests. A piece tha
 result; only requests cut by a boundary pass through float32 partial results, at most two for each piece.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,6 +26,9 @@ TILE_ROWS = 64
 WORD = 32
 """Mask bits a word."""
 
+UNROLL = 8
+"""Partial results that the join kernel reads at a time."""
+
 
 class Schedule(NamedTuple):
     """Where every piece and every request begins: small int32 tables that the kernels read."""
@@ -33,16 +37,20 @@ class Schedule(NamedTuple):
     """First tile, end tile, first request, end request."""
     requests: Int[Array, "requests 2"]
     """First tile, tile count."""
-    joins: Int[Array, "boundaries 3"]
-    """For each boundary that is the first to cut a request: the request, its first piece, its end piece; else −1."""
+    joins: Int[Array, "cuts 3"]
+    """Of each request that may be cut: the request or −1 if it is whole, its first piece, its end piece."""
 
 
-def plan(lengths: Int[Array, " requests"], row_tiles: int, block: int, splits: int) -> Schedule:
-    """Cut the tiles of all requests into `splits` equal pieces; `row_tiles` of each request are its own rows."""
+def plan(lengths: Int[Array, " requests"], row_tiles: int, block: int, splits: int, min_tiles: int = 1) -> Schedule:
+    """Cut the tiles of all requests into `splits` equal pieces; `row_tiles` of each request are its own rows.
+
+    A piece has at least `min_tiles`, so that short contexts are not ground into parts that cost more to join than
+    to compute; the last pieces are then empty.
+    """
     tiles = lax.div(lengths.astype(jnp.int32) + block - 1, block) + row_tiles
     end = jnp.cumsum(tiles, dtype=jnp.int32)
     start, total = end - tiles, end[-1]
-    size = lax.div(total + splits - 1, splits)
+    size = jnp.maximum(lax.div(total + splits - 1, splits), min_tiles)
     cut = jnp.minimum(jnp.arange(splits + 1, dtype=jnp.int32) * size, total)
     low, high = cut[:-1], cut[1:]
     # Every request has at least one tile, so starts increase strictly and counting them finds the request of a tile.
@@ -51,24 +59,39 @@ def plan(lengths: Int[Array, " requests"], row_tiles: int, block: int, splits: i
     pieces = jnp.stack([low, high, first, after], axis=1)
     pieces = jnp.where((low < high)[:, None], pieces, 0)  # a piece past the end holds nothing
 
-    boundary = cut[1:-1]
-    request = (start <= boundary[:, None]).sum(axis=1, dtype=jnp.int32) - 1
-    first_piece = lax.div(start[request], size)
-    end_piece = lax.div(end[request] + size - 1, size)
-    inside = (start[request] < boundary) & (boundary < total)
-    cuts_first = inside & (first_piece == jnp.arange(splits - 1, dtype=jnp.int32))
-    joins = jnp.stack([jnp.where(cuts_first, request, -1), first_piece, end_piece], axis=1)
+    first_piece = lax.div(start, size)
+    end_piece = lax.div(end + size - 1, size)
+    request = jnp.arange(len(tiles), dtype=jnp.int32)
+    if len(tiles) >= splits:  # fewer boundaries than requests: list the request that each boundary is the first to cut
+        boundary = cut[1:-1]
+        request = (start <= boundary[:, None]).sum(axis=1, dtype=jnp.int32) - 1
+        first_piece, end_piece = first_piece[request], end_piece[request]
+        cut_here = (
+            (start[request] < boundary) & (boundary < total) & (first_piece == jnp.arange(splits - 1, dtype=jnp.int32))
+        )
+    else:
+        cut_here = end_piece - first_piece > 1
+    joins = jnp.stack([jnp.where(cut_here, request, -1), first_piece, end_piece], axis=1)
     return Schedule(pieces, jnp.stack([start, tiles], axis=1), joins)
 
 
 def pack_mask(
-    ancestors: Bool[Array, "requests rows rows"], heads: int, block: int, padded: int
+    ancestors: Bool[Array, "requests rows rows"],
+    valid: Bool[Array, "requests rows"],
+    heads: int,
+    block: int,
+    padded: int,
 ) -> Int[Array, "requests words padded"]:
-    """The mask as bits, one column of words for each query row (row x heads + head), zero past the last."""
+    """The mask as bits, one column of words for each query row (row x heads + head), zero past the last.
+
+    The last word says whether the row is valid; an invalid row sees nothing.
+    """
     requests, rows, _ = ancestors.shape
     columns = -(-rows // block) * block
-    bits = jnp.pad(ancestors, ((0, 0), (0, 0), (0, columns - rows))).reshape(requests, rows, columns // WORD, WORD)
-    words = (bits.astype(jnp.uint32) << jnp.arange(WORD, dtype=jnp.uint32)).sum(axis=-1, dtype=jnp.uint32)
+    bits = jnp.pad(ancestors & valid[:, :, None], ((0, 0), (0, 0), (0, columns - rows)))
+    bits = bits.reshape(requests, rows, columns // WORD, WORD).astype(jnp.uint32)
+    words = (bits << jnp.arange(WORD, dtype=jnp.uint32)).sum(axis=-1, dtype=jnp.uint32)
+    words = jnp.concatenate([words, valid[:, :, None].astype(jnp.uint32)], axis=-1)
     words = jnp.repeat(lax.bitcast_convert_type(words, jnp.int32).swapaxes(1, 2), heads, axis=2)
     return jnp.pad(words, ((0, 0), (0, 0), (0, padded - rows * heads)))
 
@@ -90,55 +113,59 @@ def results(requests: int, padded: int, rank: int) -> tuple[jax.Ref, jax.Ref]:
     return out, lse
 
 
-def join(part, part_lse, schedule: Schedule, out: jax.Ref, lse: jax.Ref, *, interpret=None, rows_per_block=4) -> None:
-    """Join the partial results of every cut request into `out` and `lse`, in place."""
+def join(parts, tables: Schedule, out: jax.Ref, lse: jax.Ref, *, interpret=None) -> None:
+    """Join the partial results of every cut request into `out` and `lse`, in place: one block for each query row.
+
+    A long request may be cut into as many parts as the card has cores. `UNROLL` of them are in flight at a time,
+    because each is a memory access away.
+    """
+    part, part_lse = parts
     _, padded, rank = part.shape
     layout = plgpu.Layout.WG_STRIDED((rank,), vec_size=rank // 128)
 
     def body(part_ref, part_lse_ref, pieces_ref, joins_ref, out_ref, lse_ref):
-        boundary, tile = lax.axis_index("boundary"), lax.axis_index("tile")
-        request, first, after = (joins_ref[boundary, i] for i in range(3))
+        cut, row = lax.axis_index("cut"), lax.axis_index("row")
+        request, first, after = (joins_ref[cut, i] for i in range(3))
 
-        def segment(piece):
-            return registers.segment(piece, request, pieces_ref[piece, 2])
+        def add(i, carry):
+            maximum, total, acc = carry
+            lses, values = [], []
+            for j in range(UNROLL):
+                piece = first + i * UNROLL + j
+                near = jnp.minimum(piece, after - 1)
+                segment = registers.segment(near, request, pieces_ref[near, 2])
+                lses.append(jnp.where(piece < after, part_lse_ref[segment, row], -jnp.inf))
+                values.append(plgpu.load(part_ref.at[segment, row], layout=layout, optimized=False))
+            new_maximum = functools.reduce(jnp.maximum, lses, maximum)
+            shrink = jnp.exp2(maximum - new_maximum)
+            total, acc = total * shrink, acc * shrink
+            for value, value_lse in zip(values, lses, strict=True):
+                weight = jnp.exp2(value_lse - new_maximum)
+                total, acc = total + weight, acc + value * weight
+            return new_maximum, total, acc
 
-        def one_row(row):
-            maximum = lax.fori_loop(
-                first,
-                after,
-                lambda piece, m: jnp.maximum(m, part_lse_ref[segment(piece), row]),
-                jnp.float32(registers.FLOOR),
-            )
-
-            def add(piece, carry):
-                total, acc = carry
-                weight = jnp.exp2(part_lse_ref[segment(piece), row] - maximum)
-                value = plgpu.load(part_ref.at[segment(piece), row], layout=layout, optimized=False)
-                return total + weight, acc + value * weight
-
+        @pl.when(request >= 0)
+        def _():
             zero = plgpu.layout_cast(jnp.full((rank,), 0, jnp.float32), layout)
-            total, acc = lax.fori_loop(first, after, add, (jnp.float32(0), zero))
+            trips = lax.div(after - first + UNROLL - 1, jnp.int32(UNROLL))
+            carry = (jnp.float32(registers.FLOOR), jnp.float32(0), zero)
+            maximum, total, acc = lax.fori_loop(0, trips, add, carry)
             seen = total > 0
             total = jnp.where(seen, total, jnp.float32(1))
             registers.store(out_ref.at[request, row], (acc * jnp.where(seen, 1 / total, 0.0)).astype(out_ref.dtype))
             lse_ref[request, row] = jnp.where(seen, (maximum + jnp.log2(total)) * registers.LN2, -jnp.inf)
 
-        @pl.when(request >= 0)
-        def _():
-            for i in range(rows_per_block):
-                one_row(tile * rows_per_block + i)
-
     plgpu.kernel(
         body,
         out_type=[],
-        grid=(schedule.joins.shape[0], padded // rows_per_block),
-        grid_names=("boundary", "tile"),
+        grid=(tables.joins.shape[0], padded),
+        grid_names=("cut", "row"),
         num_threads=1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="tree_attention_join",
-    )(part, part_lse, schedule.pieces, schedule.joins, out, lse)
+    )(part, part_lse, tables.pieces, tables.joins, out, lse)
 
 
 def launch(
@@ -154,6 +181,7 @@ def launch(
     ancestors: Bool[Array, "requests rows rows"],
     *,
     scale: float,
+    valid: Bool[Array, "requests rows"] | None = None,
     interpret=None,
 ) -> tuple[Float[Array, "requests rows heads rank"], Float[Array, "requests rows heads"]]:
     """Bring the public operation's arguments into a kernel's form, run it and bring the results back.
@@ -168,8 +196,9 @@ def launch(
     def align(array):  # the copy engine's tiles are 8 rows high; it fills what lies past the end with zeros
         return jnp.pad(array, ((0, 0), (0, -array.shape[1] % 8), (0, 0)))
 
+    valid = ancestors.any(axis=-1) if valid is None else valid
     # A request without a valid row sees nothing, however long its context is.
-    lengths = jnp.where(ancestors.any(axis=(1, 2)), jnp.minimum(lengths, cache_latent.shape[1]), 0).astype(jnp.int32)
+    lengths = jnp.where(valid.any(axis=1), jnp.minimum(lengths, cache_latent.shape[1]), 0).astype(jnp.int32)
     out, lse = attend(
         align(q_latent.reshape(requests, query_rows, rank)),
         align(q_rope.reshape(requests, query_rows, -1)),
@@ -178,8 +207,8 @@ def launch(
         align(row_latent),
         align(row_rope),
         lengths,
-        pack_mask(ancestors, heads, config.block, padded),
-        plan(lengths, -(-rows // config.block), config.block, config.splits),
+        pack_mask(ancestors, valid, heads, config.block, padded),
+        plan(lengths, -(-rows // config.block), config.block, config.splits, config.min_tiles),
         scale=scale,
         config=config,
         interpret=interpret,

@@ -1,0 +1,100 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.tree_attention import Device, choose, tree_attention
+from pallas_kernels.tree_attention.selection import current_device
+from pallas_kernels.tree_attention.shapes import SCALE, SHAPES, Shape, problem
+
+SIZES = {"requests": 8, "rows": 33, "heads": 64, "positions": 8192}
+H200 = Device("gpu", "NVIDIA H200", 132)
+GB300 = Device("gpu", "NVIDIA GB300", 152)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kernel"),
+    [
+        ("NVIDIA H100 80GB HBM3", "hopper"),
+        ("NVIDIA H200", "hopper"),
+        ("NVIDIA GH200 480GB", "hopper"),
+        ("NVIDIA B200", "blackwell"),
+        ("NVIDIA GB200", "blackwell"),
+        ("NVIDIA B300", "blackwell"),
+        ("NVIDIA GB300", "blackwell"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", None),
+        ("NVIDIA A100-SXM4-80GB", None),
+    ],
+)
+def test_cards_and_their_kernels(kind, kernel):
+    device = Device("gpu", kind, 100)
+    assert device.kernel == kernel
+    choice = choose(**SIZES, device=device)
+    assert choice.implementation == (kernel or "reference")
+    assert kind in choice.reason
+
+
+def test_the_cpu_takes_the_reference_and_says_so():
+    choice = choose(**SIZES)
+    assert (choice.implementation, choice.config) == ("reference", None)
+    assert "cpu" in choice.reason
+
+
+@pytest.mark.parametrize("device", [H200, GB300])
+@pytest.mark.parametrize("name", SHAPES)
+def test_whole_waves_fill_the_card(name, device):
+    shape = SHAPES[name]
+    choice = choose(
+        requests=shape.requests, rows=shape.rows, heads=shape.heads, positions=shape.positions, device=device
+    )
+    config = choice.config
+    query_tiles = -(-shape.rows * shape.heads // config.row_multiple) * config.row_multiple // 64
+    blocks = query_tiles * config.splits
+    waves = -(-blocks // device.cores)
+    assert waves <= 2
+    assert blocks >= 0.85 * waves * device.cores
+    assert f"{query_tiles} query tiles x {config.splits} pieces" in choice.reason
+
+
+def test_query_tiles_share_copies_on_hopper_where_there_are_two():
+    def cluster(rows):
+        return choose(requests=8, rows=rows, heads=8, positions=8192, device=H200).config.cluster
+
+    assert [cluster(rows) for rows in (1, 8, 9, 33)] == [1, 1, 2, 2]
+
+
+def test_short_contexts_are_not_ground_to_dust():
+    splits = choose(requests=1, rows=1, heads=8, positions=512, device=H200).config.splits
+    assert splits == 2  # 9 tiles, at least 4 a piece
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_lora_rank": 96}, "kv_lora_rank is 96"),
+        ({"kv_lora_rank": 640}, "kv_lora_rank is 640"),
+        ({"rope": 32}, "rope width is 32"),
+        ({"dtype": jnp.float32}, "arrays are float32"),
+        ({"positions": 0}, "holds 0 positions"),
+        ({"positions": 1001}, "holds 1001 positions"),
+    ],
+)
+def test_what_a_kernel_cannot_serve_goes_to_the_reference_or_is_an_error_by_name(change, message):
+    choice = choose(**{**SIZES, **change}, device=GB300)
+    assert choice.implementation == "reference"
+    assert message in choice.reason
+    with pytest.raises(ValueError, match=message):
+        choose(**{**SIZES, **change}, device=GB300, implementation="blackwell")
+
+
+def test_an_unknown_name_is_refused():
+    arguments = problem(Shape(1, 2, 1, 8, kv_lora_rank=16, rope=4))
+    with pytest.raises(ValueError, match="unknown implementation 'flash'"):
+        tree_attention(*arguments, scale=SCALE, implementation="flash")
+
+
+def test_the_device_is_the_meshs():
+    abstract = jax.sharding.AbstractDevice(device_kind="NVIDIA GB300", num_cores=152, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((2,), ("dp",), (jax.sharding.AxisType.Auto,), abstract_device=abstract)
+    assert current_device().platform == "cpu"
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert current_device() == GB300
