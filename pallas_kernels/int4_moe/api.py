@@ -29,5 +29,3 @@ def int4_moe(
     return int4_moe_reference(
         x, expert_ids, expert_weights, gate_packed, gate_scale, up_packed, up_scale, down_packed, down_scale
     )
-
-

@@ -14,6 +14,7 @@ import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -154,7 +155,8 @@ class EmulatedOps:
         product = jnp.einsum(
             "wmk,wkn->wmn", left.astype(jnp.float32), right.astype(jnp.float32), precision="highest"
         ).reshape(64, 8)
-        return [x + y for x, y in zip(c, sum(to_registers(product, layouts.acc), []), strict=True)]
+        products = [item for register in to_registers(product, layouts.acc) for item in register]
+        return [x + y for x, y in zip(c, products, strict=True)]
 
 
 # A kernel body may not capture array constants, so the emulation hides behind a primitive: its CPU lowering is an
@@ -171,7 +173,7 @@ mlir.register_lowering(
 
 def _out_avals(function: Callable, avals) -> list:
     shapes = jax.eval_shape(function, *[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals])
-    return [jax.core.ShapedArray(s.shape, s.dtype) for s in shapes]
+    return [ShapedArray(s.shape, s.dtype) for s in shapes]
 
 
 def emulate(function: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array]]:

@@ -1,9 +1,9 @@
 """The grouped product of one call: a persistent kernel whose work list is the active tiles, and its three engines.
 
 A CTA is `warpgroups` computing warpgroups and one that loads. Each computing warpgroup owns two *units* of 64 weight
-rows: for gate and up, the same 64 features of both; for down, two runs of 64 outputs. A work item is one tile of grouped
-rows times one block of weight rows (times one share of k). The loader streams the stages of all its CTA's items through
-a ring without a gap between items. Weights are the left operand, unpacked in registers; activations the right one.
+rows: for gate and up, the same 64 features of both; for down, two runs of 64 outputs. A work item is one tile of
+grouped rows times one block of weight rows (times one share of k). The loader streams the stages of all its CTA's items
+through a ring without a gap between items. Weights are the left operand, unpacked in registers; activations the right.
 """
 
 import dataclasses
@@ -24,7 +24,6 @@ from pallas_kernels.int4_moe.routing import Groups
 
 Engine = Literal["mma", "wgmma", "tcgen05"]
 UNIT = 64  # weight rows of a unit
-CHUNK = 128  # k of one wgmma or tcgen05 instruction group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +36,6 @@ class Tile:
     k_step: int = 256
     stages: int = 4
     split: int = 1
-    out_dtype: str = "float32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +49,9 @@ class Launch:
 Weights = tuple[Int[Array, "slots out in_words"], BFloat16[Array, "slots out groups"]]
 
 
-def gate_up(x: BFloat16[Array, "grouped hidden"], groups: Groups, gate: Weights, up: Weights, tile: Tile, launch: Launch):
+def gate_up(
+    x: BFloat16[Array, "grouped hidden"], groups: Groups, gate: Weights, up: Weights, tile: Tile, launch: Launch
+) -> BFloat16[Array, "grouped width"]:
     """silu(gate x) · up x of every active tile, in pair order, from activations in pair order.
 
     With `tile.split` > 1 the shares are summed and the activation applied outside the kernel.
@@ -76,7 +76,7 @@ def shared_memory_bytes(tile: Tile, kind: Literal["gate_up", "down"]) -> int:
     weights = 2 * UNIT * tile.warpgroups * (tile.k_step // 2 + tile.k_step // GROUP * 2)
     stage = weights + tile.rows * tile.k_step * 2
     fused = kind == "gate_up" and tile.split == 1
-    out = tile.warpgroups * UNIT * tile.rows * (2 if fused else 2 * jnp.dtype(tile.out_dtype).itemsize)
+    out = tile.warpgroups * UNIT * tile.rows * (2 if fused else 4)
     return tile.stages * stage + out
 
 
@@ -96,14 +96,16 @@ def _grouped(x, groups: Groups, units: tuple[Weights, Weights], tile: Tile, laun
     assert not flat_scales or k_step == k, (k_step, k)
     scale_rows, scale_columns = registers.scale_shape(block, step_groups)
     if flat_scales:
-        units = tuple((w, s.reshape(s.shape[0], -1, 8)) for w, s in units)
+        (w0, s0), (w1, s1) = units
+        units = (w0, s0.reshape(s0.shape[0], -1, 8)), (w1, s1.reshape(s1.shape[0], -1, 8))
     fused = kind == "gate_up" and split == 1
-    out_dtype = jnp.dtype("bfloat16") if fused else jnp.dtype("float32" if split > 1 else tile.out_dtype)
-    columns = 2 * out_rows if kind == "gate_up" and not fused else out_rows
-    out_type = jax.ShapeDtypeStruct((grouped, columns) if fused else (split, grouped, columns), out_dtype)
+    out_dtype = jnp.dtype("bfloat16") if fused else jnp.dtype("float32")
+    out_columns = 2 * out_rows if kind == "gate_up" and not fused else out_rows
+    out_type = jax.ShapeDtypeStruct((grouped, out_columns) if fused else (split, grouped, out_columns), out_dtype)
     engine = _ENGINES[tile.engine](tile, launch.interpret)
-    rename = register_function(
-        registers.rename, [registers.ACC], [((UNIT, n), jnp.float32, registers.PAIR_ACC)], interpret=launch.interpret
+    out_layout = registers.PAIR_OUT if fused else registers.OUT
+    as_output = register_function(
+        registers.single_columns, [registers.ACC], [((UNIT, n), jnp.float32, out_layout)], interpret=launch.interpret
     )
     ctas = launch.ctas
 
@@ -163,22 +165,19 @@ def _grouped(x, groups: Groups, units: tuple[Weights, Weights], tile: Tile, laun
             def compute_item(i, step):
                 t, m, share = item(i)
                 step, accumulators = engine.multiply(refs, wg, step, k_steps)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 if fused:
                     gate_sum, up_sum = accumulators
-                    accumulators = [rename(gate_sum * (1.0 / (1.0 + jnp.exp(-gate_sum))) * up_sum)[0]]
-                for unit, values in enumerate(accumulators):
-                    _store(refs["out"].at[wg, unit].transpose((1, 0)), values.astype(out_dtype))
-                plgpu.commit_smem()
+                    accumulators = [gate_sum * (1.0 / (1.0 + jnp.exp(-gate_sum))) * up_sum]
                 target = out if fused else out.at[share]
-                for unit in range(len(accumulators)):
-                    column = unit_row(m, unit) + wg * UNIT
-                    if kind == "gate_up":
-                        column += unit * out_rows
-                    plgpu.copy_smem_to_gmem(
-                        refs["out"].at[wg, unit],
-                        target.at[pl.ds(pl.multiple_of(t * n, n), n), pl.ds(pl.multiple_of(column, UNIT), UNIT)],
-                    )
+                for unit, acc in enumerate(accumulators):
+                    (values,) = as_output(acc)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous copy has read the staging
+                    _store(refs["out"].at[wg].transpose((1, 0)), values.astype(out_dtype))
+                    plgpu.commit_smem()
+                    column = unit_row(m, unit) + wg * UNIT + (unit * out_rows if kind == "gate_up" else 0)
+                    rows = pl.ds(pl.multiple_of(t * n, n), n)
+                    columns = pl.ds(pl.multiple_of(column, UNIT), UNIT)
+                    plgpu.copy_smem_to_gmem(refs["out"].at[wg], target.at[rows, columns])
                 return step
 
             steps = lax.fori_loop(0, items, compute_item, jnp.int32(0))
@@ -189,7 +188,7 @@ def _grouped(x, groups: Groups, units: tuple[Weights, Weights], tile: Tile, laun
         "words": plgpu.SMEM((stages, 2, block, words), jnp.int32, transforms=_swizzled(min(words, 32), 4)),
         "scales": plgpu.SMEM((stages, 2, scale_rows, scale_columns), jnp.bfloat16),
         "x": plgpu.SMEM((stages, n, k_step), jnp.bfloat16, transforms=_swizzled(64, 2)),
-        "out": plgpu.SMEM((wgs, 1 if fused else 2, n, UNIT), out_dtype),
+        "out": plgpu.SMEM((wgs, n, UNIT), out_dtype),
         "full": plgpu.Barrier(num_arrivals=5, num_barriers=stages),
         "empty": plgpu.Barrier(num_arrivals=wgs, num_barriers=stages, orders_tensor_core=tile.engine == "tcgen05"),
         **engine.scratch,
@@ -222,12 +221,17 @@ def _load(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
 
 
 class _Engine:
-    """One way to multiply a stage; `multiply` runs an item's k steps and returns both units' (64, n) sums."""
+    """One way to multiply a stage; `multiply` runs an item's k steps and returns both units' (64, n) sums.
+
+    A stage is worked on in chunks of k, which bounds the registers in use.
+    """
+
+    largest_chunk = 128
 
     def __init__(self, tile: Tile, interpret: bool) -> None:
         self.tile, self.interpret = tile, interpret
         self.step_groups = tile.k_step // GROUP
-        self.chunk = min(CHUNK, tile.k_step)
+        self.chunk = min(self.largest_chunk, tile.k_step)
         self.chunks = tile.k_step // self.chunk
         self.scale_layout = registers.scale_layout(self.step_groups)
         self.scratch: dict[str, Any] = {}
@@ -236,6 +240,10 @@ class _Engine:
     def setup(self) -> None:
         """Fill `scratch` and make the register functions."""
         raise NotImplementedError
+
+    def chunk_groups(self) -> list[range]:
+        per_chunk = self.chunk // GROUP
+        return [range(c * per_chunk, (c + 1) * per_chunk) for c in range(self.chunks)]
 
     def weights(self, refs: Any, slot: jax.Array, wg: jax.Array) -> list[jax.Array]:
         """Words of both units and scales of both units, in registers."""
@@ -266,16 +274,20 @@ class _Mma(_Engine):
         n = self.tile.rows
         acc = ((UNIT, n), jnp.float32, registers.ACC)
         layouts = [registers.ACC] * 2 + [registers.WORDS] * 2 + [self.scale_layout] * 2 + [registers.ROWS]
-        code = registers.mma_step(n, self.step_groups)
-        self.step = register_function(code, layouts, [acc, acc], interpret=self.interpret)
+        self.multiply_chunk = [
+            register_function(registers.mma_units(n, groups), layouts, [acc, acc], interpret=self.interpret)
+            for groups in self.chunk_groups()
+        ]
 
     def multiply(self, refs: Any, wg: jax.Array, step: jax.Array, k_steps: int):
         def k_step(_, carry):
             step, *acc = carry
             slot = lax.rem(step, self.tile.stages)
             plgpu.barrier_wait(refs["full"].at[slot])
-            x = _load(refs["x"].at[slot], registers.ROWS)
-            acc = self.step(*acc, *self.weights(refs, slot, wg), x)
+            weights = self.weights(refs, slot, wg)
+            for chunk, multiply_chunk in enumerate(self.multiply_chunk):
+                x = _load(refs["x"].at[slot, :, pl.ds(chunk * self.chunk, self.chunk)], registers.ROWS)
+                acc = multiply_chunk(*acc, *weights, x)
             self.release(refs, slot)
             return step + 1, *acc
 
@@ -286,6 +298,8 @@ class _Mma(_Engine):
 
 class _Wgmma(_Engine):
     """Hopper's warpgroup instruction, bfloat16(q·scale) in registers as its left operand."""
+
+    largest_chunk = 64  # both units' left operands are in registers at once
 
     def setup(self) -> None:
         layouts = [registers.WORDS] * 2 + [self.scale_layout] * 2
@@ -379,16 +393,14 @@ class _Tcgen05(_Engine):
                 plgpu.barrier_wait(refs["multiplied"].at[wg, buffer])
 
 
-def _dequantizers(engine: _Engine, layouts: Sequence[Any], results: Sequence[Any], *, interleave: bool) -> list[Callable]:
-    per_chunk = engine.chunk // GROUP
+def _dequantizers(
+    engine: _Engine, layouts: Sequence[Any], results: Sequence[Any], *, interleave: bool
+) -> list[Callable[..., Sequence[jax.Array]]]:
     return [
         register_function(
-            registers.dequantize_units(range(c * per_chunk, (c + 1) * per_chunk), interleave=interleave),
-            layouts,
-            results,
-            interpret=engine.interpret,
+            registers.dequantize_units(groups, interleave=interleave), layouts, results, interpret=engine.interpret
         )
-        for c in range(engine.chunks)
+        for groups in engine.chunk_groups()
     ]
 
 

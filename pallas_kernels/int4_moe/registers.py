@@ -5,7 +5,7 @@ nibble first. Shifting a word right by 4b and keeping the lowest nibble of each 
 the two 16-bit halves. Lane c of a tensor-core fragment holds columns 2c, 2c+1 (and 2c+8, 2c+9), so those two values sit
 where the instruction expects columns 8b+2c and 8b+2c+1 of the group. Multiplying needs the same order of the
 activations, `pair_order`, which costs nothing: it happens where rows are gathered, and the gate and up product is
-written in it by renaming lanes (`PAIR_ACC`).
+written in it by renaming lanes (`PAIR_OUT`).
 """
 
 from collections.abc import Callable, Sequence
@@ -49,10 +49,13 @@ def _tiled(tiles, warp_dims, lane_dims):
 
 
 # Rows of 64-row units: 16 to a warp, lane 4 rl + c holds rows rl and rl + 8. Registers in (nested) row-major order.
-ACC = plgpu.Layout.WGMMA  # (64, n) float32: registers (column block of 8, row half)
-# The same registers as ACC under the row numbers of pair order: row 32 w1 + 8 b + 4 w0 + 2 half + t is held by warp
-# 2 w1 + w0, lane 4 (4t + b) + c, which in ACC is row 32 w1 + 16 w0 + 8 half + 4t + b, that is 8c' + 4t + b of a group.
-PAIR_ACC = _tiled(((64, 8), (32, 8), (8, 8), (4, 8), (2, 8), (1, 2)), (-12, -8), (-4, -10, -3))
+ACC = plgpu.Layout.WGMMA  # (64, n) float32: registers (column block of 8, row half), two columns in each
+# The same with one column in each register, as a transposed store needs.
+OUT = _tiled(((64, 8), (16, 8), (8, 8), (1, 2), (1, 1)), (-10,), (-6, -5))
+# OUT under the row numbers of pair order: row 32 w1 + 8 b + 4 w0 + 2 half + t is held by warp 2 w1 + w0, lane
+# 4 (4t + b) + c, which in OUT is row 32 w1 + 16 w0 + 8 half + 4t + b: value 8c' + 4t + b of
+# its group, with c' = 2 w0 + half.
+PAIR_OUT = _tiled(((64, 8), (32, 8), (8, 8), (4, 8), (2, 8), (1, 2), (1, 1)), (-14, -10), (-6, -12, -5))
 WORDS = _tiled(((64, 4), (16, 4), (8, 4), (1, 1)), (-8,), (-4, -3))  # (64, words): registers (group, row half)
 # (n, k) activations, the same in every warp: registers (row block of 8, column block of 8), two columns in each.
 ROWS = _tiled(((8, 8), (1, 2)), (plgpu.Replicated(4),), (-4, -3))
@@ -89,7 +92,8 @@ class DeviceOps:
         return self._llvm.inline_asm(self._i32, list(operands), text, constraints, has_side_effects=False)
 
     def constant_word(self, value: int) -> Any:
-        return self._arith.constant(self._i32, self._ir.IntegerAttr.get(self._i32, int(np.uint32(value).astype(np.int32))))
+        signed = int(np.uint32(value).astype(np.int32))
+        return self._arith.constant(self._i32, self._ir.IntegerAttr.get(self._i32, signed))
 
     def zero(self) -> Any:
         return self._arith.constant(self._f32, self._ir.FloatAttr.get(self._f32, 0.0))
@@ -137,8 +141,8 @@ class DeviceOps:
             bits = utils.bitwidth(vector_type.element_type) * vector_type.shape[0]
             register = utils.bitcast(register, self._ir.VectorType.get((bits // 32,), self._i32))
         count = self._ir.VectorType(register.type).shape[0]
-        position = self._ir.DenseI64ArrayAttr.get
-        return [self._vector.extract(register, dynamic_position=[], static_position=position([i])) for i in range(count)]
+        positions = [self._ir.DenseI64ArrayAttr.get([i]) for i in range(count)]
+        return [self._vector.extract(register, dynamic_position=[], static_position=p) for p in positions]
 
     def pack_register(self, items: Sequence[Any], dtype: Any) -> Any:
         """Inverse of `unpack_register` for float32 and bfloat16."""
@@ -197,10 +201,10 @@ def _scale_word(registers: list[list[Any]], group: int, half: int) -> tuple[Any,
     return registers[2 * block + half][within // 2], within % 2 == 1
 
 
+def mma_units(rows: int, groups: range) -> Callable[..., Any]:
+    """Per-thread code of the warp-level engine over some groups of a k step: both units' sums plus weights times `x`.
 
-
-def mma_step(rows: int, groups: int) -> Callable[..., Any]:
-    """Per-thread code of one k step of the warp-level engine: both units' accumulators plus weights times activations.
+    `x` holds the activations of these groups alone.
 
     A product over a group starts from -136 Σx, got by multiplying with a constant; adding (128 + u) x then leaves
     Σ (u - 8) x, and the group's scale multiplies the float32 sum, so q·scale is never rounded to bfloat16.
@@ -211,33 +215,32 @@ def mma_step(rows: int, groups: int) -> Callable[..., Any]:
         out = [[list(r) for r in acc0], [list(r) for r in acc1]]
         offset = [ops.constant_word(NEGATIVE_OFFSET)] * 4
         zero = [ops.zero()] * 4
-        for g in range(groups):
-            left = []  # per unit: the A fragments of the group's two k16 instructions
-            scales = []
-            for _, words, scale in units:
-                left.append(
-                    [
-                        [
-                            ops.and_or(ops.shift_right(words[2 * g + half][0], 4 * (2 * j + h)), NIBBLES, MAGIC)
-                            for h in range(2)
-                            for half in range(2)
-                        ]
-                        for j in range(2)
-                    ]
-                )
-                scales.append([_scale_float(ops, scale, g, half) for half in range(2)])
-            for block in range(rows // 8):
-                right = [[x[block * 4 * groups + 4 * g + 2 * j + h][0] for h in range(2)] for j in range(2)]
-                start = ops.mma(ops.mma(zero, offset, right[0]), offset, right[1])
-                for unit in range(2):
-                    product = ops.mma(ops.mma(start, left[unit][0], right[0]), left[unit][1], right[1])
+        for i, g in enumerate(groups):
+            right = [
+                [[x[4 * (block * len(groups) + i) + 2 * j + h][0] for h in range(2)] for j in range(2)]
+                for block in range(rows // 8)
+            ]
+            starts = [ops.mma(ops.mma(zero, offset, first), offset, second) for first, second in right]
+            for unit, (_, words, scale) in enumerate(units):
+                left = [
+                    [_codes(ops, words[2 * g + half][0], 2 * j + h) for h in range(2) for half in range(2)]
+                    for j in range(2)
+                ]
+                factor = [_scale_float(ops, scale, g, half) for half in range(2)]
+                for block, (first, second) in enumerate(right):
+                    product = ops.mma(ops.mma(starts[block], left[0], first), left[1], second)
                     for half in range(2):
                         register = out[unit][2 * block + half]
                         for t in range(2):
-                            register[t] = ops.fma(product[2 * half + t], scales[unit][half], register[t])
+                            register[t] = ops.fma(product[2 * half + t], factor[half], register[t])
         return out
 
     return code
+
+
+def _codes(ops: Any, word: Any, b: int) -> Any:
+    """Values 8c+b and 8c+b+4 of a word as two bfloat16, each 128 more than its code."""
+    return ops.and_or(ops.shift_right(word, 4 * b), NIBBLES, MAGIC)
 
 
 def _scale_float(ops: Any, scale: Any, group: int, half: int) -> Any:
@@ -259,10 +262,8 @@ def dequantize_units(groups: range, *, interleave: bool) -> Callable[..., Any]:
             for unit, (words, scale) in enumerate(((words0, scale0), (words1, scale1))):
                 factor = [ops.duplicate(*_scale_word(scale, g, half)) for half in range(2)]
                 for b in range(4):
-                    codes = [
-                        ops.and_or(ops.shift_right(words[2 * g + half][0], 4 * b), NIBBLES, MAGIC) for half in range(2)
-                    ]
-                    columns[unit].append([ops.subtract_multiply(codes[half], offset, factor[half]) for half in range(2)])
+                    codes = [_codes(ops, words[2 * g + half][0], b) for half in range(2)]
+                    columns[unit].append([ops.subtract_multiply(codes[h], offset, factor[h]) for h in range(2)])
         if interleave:
             return [[[word] for pair in zip(*columns, strict=True) for unit in pair for word in unit]]
         return [[[word] for block in unit for word in block] for unit in columns]
@@ -277,6 +278,6 @@ def split_units(ops: Any, acc: Any) -> Any:
     ]
 
 
-def rename(ops: Any, acc: Any) -> Any:
-    """Per-thread code that moves nothing: the same registers under another layout."""
-    return [acc]
+def single_columns(ops: Any, acc: Any) -> Any:
+    """Per-thread code that moves nothing: ACC as OUT, or as PAIR_OUT."""
+    return [[[item] for register in acc for item in register]]
