@@ -129,11 +129,10 @@ def build_from_top_k(
 
     The result is that of the whole vocabulary if k is at least min(budget, vocabulary).
     """
-    k = log_probs.shape[-1]
-    return _grow(log_probs[:, None, :], ids, budget, root, keep_chain, _dominated_pairs(budget, min(budget, k)))
+    return build_lattice(log_probs[:, None], ids, budget, root=root, keep_chain=keep_chain)
 
 
-def build_conditional(
+def build_lattice(
     log_probs: Float[Array, "depth parents k"],
     ids: Int[Array, "depth k"],
     budget: int,
@@ -145,16 +144,35 @@ def build_conditional(
 
     Args:
       log_probs: [d, i, j] is the log-probability of candidate j at position d after candidate i at position d - 1; at
-        position 0 the root is the only parent and only i = 0 is read.
-      ids: the candidates of each position, in any order; equal log-probabilities are taken in this order.
+        position 0 the root is the only parent and only i = 0 is read. With one parent the positions are independent.
+      ids: the candidates of each position. With one parent they must be sorted by falling log-probability, otherwise
+        their order only decides ties.
       budget: nodes without the root.
       root: the token already sampled.
-      keep_chain: take the greedy chain (the best child of the best child of ...) first.
+      keep_chain: take the greedy chain (see `greedy_path`) first.
 
     Raises:
       ValueError: budget is negative.
     """
-    return _grow(log_probs, ids, budget, root, keep_chain, None)
+    if budget < 0:
+        raise ValueError(f"budget is {budget}; a tree has 0 nodes (the root alone) or more")
+    _, parents, k = log_probs.shape
+    pairs = _dominated_pairs(budget, min(budget, k)) if parents == 1 else None
+    return _grow(log_probs, ids, budget, root, keep_chain, pairs)
+
+
+def greedy_path(
+    log_probs: Float[Array, "depth parents k"], ids: Int[Array, "depth k"]
+) -> tuple[Float[Array, " depth"], Int[Array, " depth"]]:
+    """The best child of the best child of ... in a lattice: log-probabilities and tokens, as `chain` takes them."""
+
+    def step(parent: Array, level: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+        scores, tokens = level
+        row = scores[jnp.minimum(parent, scores.shape[0] - 1)]
+        best = jnp.argmax(row).astype(jnp.int32)
+        return best, (row[best], tokens[best])
+
+    return lax.scan(step, jnp.zeros((), jnp.int32), (log_probs, ids))[1]
 
 
 def chain(
@@ -251,8 +269,6 @@ def _grow(
     keep_chain: bool,
     pairs: tuple[np.ndarray, np.ndarray] | None,
 ) -> DraftTree:
-    if budget < 0:
-        raise ValueError(f"budget is {budget}; a tree has 0 nodes (the root alone) or more")
     depth, parents, k = log_probs.shape
     log_probs = log_probs.astype(jnp.float32)
     log_probs = jnp.where(log_probs > IMPOSSIBLE, log_probs, IMPOSSIBLE)

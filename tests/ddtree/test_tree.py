@@ -14,10 +14,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from kimi_jax.ddtree.tree import (
     DraftTree,
-    build_conditional,
     build_from_top_k,
+    build_lattice,
     build_tree,
     chain,
+    greedy_path,
     resize,
     top_log_probs,
     truncate,
@@ -32,7 +33,7 @@ def builder(budget: int, keep_chain: bool = False):
     return jax.jit(lambda log_probs, root=0: build_tree(log_probs, budget, root=root, keep_chain=keep_chain))
 
 
-conditional_builder = jax.jit(build_conditional, static_argnames=("budget", "keep_chain"))
+lattice_builder = jax.jit(build_lattice, static_argnames=("budget", "keep_chain"))
 
 
 def heap_tree(scores, ids, budget: int):
@@ -255,7 +256,7 @@ def test_chain_is_the_peaked_tree():
 def test_sharded_vocabulary_equals_whole(k):
     """Vocabulary over tp = 4; ties across shards included, k larger than a shard's share included."""
     rng = np.random.default_rng(7)
-    logits = np.round(rng.normal(size=(2, 7, 40)) * 3).astype(np.float32)
+    logits = np.round(rng.normal(size=(2, 7, 40)) * 3).astype(np.float32) + 0.0  # no -0.0, which top_k ranks below 0
     logits[..., 3] = logits[..., 33] = 20
     mesh = Mesh(np.array(jax.devices()[:4]), ("tp",))
     spec = PartitionSpec(None, None, "tp")
@@ -282,7 +283,7 @@ def test_conditional_lattice_against_a_heap():
         conditional = log_softmax(rng.normal(size=(5, 6, 6)) * 2.5)
         ids = np.stack([rng.permutation(50)[:6] for _ in range(5)])
         nodes = heap_tree(lambda d, parent, c=conditional: c[d - 1, parent if d > 1 else 0], ids, 24)
-        check(conditional_builder(conditional, ids, budget=24), nodes, 24)
+        check(lattice_builder(conditional, ids, budget=24), nodes, 24)
 
 
 def test_conditional_lattice_keeps_the_greedy_chain():
@@ -293,7 +294,11 @@ def test_conditional_lattice_keeps_the_greedy_chain():
     for d in range(5):
         rank = int(conditional[d, rank if d else 0].argmax())
         greedy.append(int(ids[d, rank]))
-    found = paths(conditional_builder(conditional, ids, budget=8, keep_chain=True))
+    values, tokens = greedy_path(conditional, ids)
+    assert tokens.tolist() == greedy
+    best = [0, *[list(ids[d]).index(greedy[d]) for d in range(5)]]
+    np.testing.assert_array_equal(values, [conditional[d, best[d], best[d + 1]] for d in range(5)])
+    found = paths(lattice_builder(conditional, ids, budget=8, keep_chain=True))
     assert all(greedy[: d + 1] in found for d in range(5))
     assert len(found) == 8
 
@@ -302,4 +307,4 @@ def test_conditional_with_independent_positions_is_the_plain_tree():
     log_probs = log_softmax(np.random.default_rng(10).normal(size=(6, 12)))
     values, ids = jax.lax.top_k(log_probs, 12)
     lattice = jnp.broadcast_to(values[:, None], (6, 12, 12))
-    jax.tree.map(np.testing.assert_array_equal, conditional_builder(lattice, ids, budget=12), builder(12)(log_probs))
+    jax.tree.map(np.testing.assert_array_equal, lattice_builder(lattice, ids, budget=12), builder(12)(log_probs))

@@ -1,0 +1,299 @@
+"""Drafter configuration, read from a DFlash drafter's `config.json` and checked against the target it drafts for.
+
+Fields stand at the top level (a Qwen3 text config) or in `dflash_config`; where both name one, `dflash_config` counts,
+as in the reference package `dflash` 0.1.0.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from kimi_jax.config import ConfigError, ModelConfig, Yarn
+
+LayerType = Literal["full_attention", "sliding_attention"]
+DEFAULT_DRAFT_WINDOW = 4096
+"""Context positions a drafter sees, as the public Kimi drafters are served."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterConfig:
+    """A DFlash or DFlash 2 drafter. Field names are those of the public configurations; sizes count elements."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    yarn: Yarn | None
+    """Frequencies only: the amplitude is `attention_factor`, whatever its mscale fields say."""
+    attention_factor: float
+    """Factor on cos and sin."""
+    num_target_layers: int
+    target_layer_ids: tuple[int, ...]
+    """Taps: 0-based target layers whose output residual (after the layer, before any final norm) is the context."""
+    block_size: int
+    """Tokens of a block, the anchor included: `block_size` - 1 are drafted."""
+    mask_token_id: int
+    layer_types: tuple[LayerType, ...]
+    sliding_window: int | None
+    is_causal: bool | None
+    """Whether a block's tokens see only earlier ones; None means in sliding layers and not in full ones."""
+    draft_window: int
+    """Latest context positions that are kept; all layers see at most these."""
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+    conv_kernel_size: int | None = None
+    """DFlash 2: taps of the convolutions around attention and MLP; None for DFlash."""
+    conv_group_size: int | None = None
+    selector_rank: int | None = None
+    """DFlash 2: rank of the candidate selector; None for DFlash."""
+    selector_top_k: int | None = None
+
+    def causal(self, layer: int) -> bool:
+        """Whether the layer's block tokens see only earlier block tokens."""
+        return self.layer_types[layer] == "sliding_attention" if self.is_causal is None else self.is_causal
+
+    def window(self, layer: int) -> int | None:
+        """Sliding window of the layer in positions, None where it has none."""
+        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+
+    @classmethod
+    def from_json(
+        cls, path: str | Path, *, draft_window: int = DEFAULT_DRAFT_WINDOW, attention_factor: float | None = None
+    ) -> "DrafterConfig":
+        """Reads a config.json, or the one in a drafter's folder; the overrides are `from_dict`'s.
+
+        Raises:
+          ConfigError: naming the file and the field that is missing, unknown or unsupported.
+        """
+        path = Path(path)
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            raw = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: no such file; a drafter's folder holds a config.json") from None
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}: not valid JSON ({error}); was the download complete?") from None
+        try:
+            return cls.from_dict(raw, draft_window=draft_window, attention_factor=attention_factor)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    @classmethod
+    def from_dict(
+        cls,
+        raw: Mapping[str, Any],
+        *,
+        draft_window: int = DEFAULT_DRAFT_WINDOW,
+        attention_factor: float | None = None,
+    ) -> "DrafterConfig":
+        """Builds the configuration from a parsed config.json.
+
+        Args:
+          raw: the JSON object.
+          draft_window: context positions to keep.
+          attention_factor: replaces the configuration's factor on cos and sin. Engines disagree about Kimi drafters:
+            transformers takes 1.0 where mscale equals mscale_all_dim, others 0.1 ln(factor) + 1. Measure both.
+
+        Raises:
+          ConfigError: naming the field.
+        """
+        if not isinstance(raw, Mapping):
+            raise ConfigError("expected a JSON object at the top level")
+        fields = _Fields({**raw, **_mapping(raw, "dflash_config")})
+        _require_supported(fields.values)
+        layers, heads = fields.positive("num_hidden_layers"), fields.positive("num_attention_heads")
+        hidden, target_layers = fields.positive("hidden_size"), fields.positive("num_target_layers")
+        kv_heads = fields.positive("num_key_value_heads", heads)
+        head_dim = fields.positive("head_dim", hidden // heads)
+        if heads % kv_heads:
+            raise ConfigError(f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
+        if head_dim % 2:
+            raise ConfigError(f"head_dim is {head_dim}; rope turns pairs, so it must be even")
+        block = fields.positive("block_size", 16)
+        if block < 2:
+            raise ConfigError(f"block_size is {block}; the anchor and at least one drafted token make 2")
+        if draft_window < 1:
+            raise ConfigError(f"draft_window is {draft_window}; it must be positive")
+        vocab = fields.positive("vocab_size")
+        yarn, factor = _rope_scaling(fields.values)
+        layer_types, sliding_window = _layer_types(fields, layers)
+        rope = _mapping(fields.values, "rope_parameters")
+        return cls(
+            vocab_size=vocab,
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            intermediate_size=fields.positive("intermediate_size"),
+            rms_norm_eps=fields.number("rms_norm_eps"),
+            rope_theta=_Fields({**rope, **fields.values}).number("rope_theta"),
+            yarn=yarn,
+            attention_factor=factor if attention_factor is None else attention_factor,
+            num_target_layers=target_layers,
+            target_layer_ids=_taps(fields, target_layers, layers),
+            block_size=block,
+            mask_token_id=_mask_token_id(fields, vocab),
+            layer_types=layer_types,
+            sliding_window=sliding_window,
+            is_causal=fields.optional("is_causal", bool),
+            draft_window=draft_window,
+            input_embedding_scale=fields.number("input_embedding_scale", 1.0),
+            output_multiplier=fields.number("output_multiplier", 1.0),
+            final_logit_softcapping=fields.number("final_logit_softcapping", 0.0) or None,
+            **_dflash2(fields, hidden),
+        )
+
+    def check(self, target: ModelConfig) -> None:
+        """Refuses a drafter that was not made for this target, field by field.
+
+        Raises:
+          ConfigError: naming every field that does not fit.
+        """
+        pairs = {
+            "num_target_layers": (self.num_target_layers, "num_hidden_layers", target.num_hidden_layers),
+            "hidden_size": (self.hidden_size, "hidden_size", target.hidden_size),
+            "vocab_size": (self.vocab_size, "vocab_size", target.vocab_size),
+        }
+        problems = [
+            f"{field} is {value}, the target's {name} is {wanted}"
+            for field, (value, name, wanted) in pairs.items()
+            if value != wanted
+        ]
+        beyond = [tap for tap in self.target_layer_ids if tap >= target.num_hidden_layers]
+        if beyond:
+            problems.append(f"target_layer_ids {beyond} do not exist: the target has {target.num_hidden_layers} layers")
+        if self.mask_token_id >= target.vocab_size:
+            problems.append(f"mask_token_id {self.mask_token_id} is not in the target's vocabulary")
+        if problems:
+            raise ConfigError(f"the drafter does not fit the target: {'; '.join(problems)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fields:
+    values: Mapping[str, Any]
+
+    def optional(self, name: str, kind: type | tuple[type, ...]) -> Any:
+        value = self.values.get(name)
+        if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
+            raise ConfigError(f"{name} is {value!r}; expected {kind}")
+        return value
+
+    def _with_default(self, name: str, kind: type | tuple[type, ...], default: Any) -> Any:
+        value = self.optional(name, kind)
+        if value is None and default is None:
+            raise ConfigError(f"{name} is missing")
+        return default if value is None else value
+
+    def positive(self, name: str, default: int | None = None) -> int:
+        value = self._with_default(name, int, default)
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; it must be positive")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = float(self._with_default(name, (int, float), default))
+        if not math.isfinite(value):
+            raise ConfigError(f"{name} is {value}; it must be finite")
+        return value
+
+
+def _mapping(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = raw.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} is {value!r}; expected an object")
+    return value
+
+
+def _require_supported(fields: Mapping[str, Any]) -> None:
+    """Refuses variants that would compute something else than what is implemented here."""
+    accepted: dict[str, tuple[Any, ...]] = {
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "projector_type": ("dflash",),  # domino and dspark add a sequential head
+        "shift_label": (False,),
+        "attention_sink_bias": (False,),
+        "attention_value_scale": (1, 1.0),
+    }
+    for name, values in accepted.items():
+        value = fields.get(name)
+        if value is not None and value not in values:
+            raise ConfigError(f"{name} is {value!r}; only {values[0]!r} is supported")
+
+
+def _taps(fields: _Fields, target_layers: int, layers: int) -> tuple[int, ...]:
+    taps = fields.values.get("target_layer_ids")
+    if taps is None:
+        # The reference's default: evenly from layer 1 to the third from the last.
+        span = (target_layers - 4) / max(layers - 1, 1)
+        taps = [target_layers // 2] if layers == 1 else [round(1 + i * span) for i in range(layers)]
+    whole = isinstance(taps, list | tuple) and all(type(tap) is int for tap in taps)
+    if not whole or not taps or len(set(taps)) < len(taps):
+        raise ConfigError(f"target_layer_ids is {taps!r}; expected a list of different layer numbers")
+    outside = [tap for tap in taps if not 0 <= tap < target_layers]
+    if outside:
+        raise ConfigError(f"target_layer_ids {outside} are not 0-based layers of num_target_layers = {target_layers}")
+    return tuple(taps)
+
+
+def _mask_token_id(fields: _Fields, vocab: int) -> int:
+    mask = fields.optional("mask_token_id", int)
+    if mask is None:
+        raise ConfigError("mask_token_id is missing; a mask_token must be given as its id in the target's vocabulary")
+    if not 0 <= mask < vocab:
+        raise ConfigError(f"mask_token_id is {mask}; vocab_size is {vocab}")
+    return mask
+
+
+def _layer_types(fields: _Fields, layers: int) -> tuple[tuple[LayerType, ...], int | None]:
+    types = fields.values.get("layer_types") or ["full_attention"] * layers
+    known = get_args(LayerType)
+    if not isinstance(types, list | tuple) or len(types) != layers or any(kind not in known for kind in types):
+        raise ConfigError(f"layer_types is {types!r}; expected {layers} of {' or '.join(known)}")
+    window = fields.positive("sliding_window") if "sliding_attention" in types else None
+    return cast(tuple[LayerType, ...], tuple(types)), window
+
+
+def _rope_scaling(fields: Mapping[str, Any]) -> tuple[Yarn | None, float]:
+    """Frequencies, and the factor on cos and sin as transformers 5 computes it."""
+    scaling = _mapping(fields, "rope_scaling") or _mapping(fields, "rope_parameters")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return None, 1.0
+    if kind != "yarn":
+        raise ConfigError(f"rope_scaling type {kind!r} is not supported; known are 'yarn' and null")
+    read = _Fields(scaling)
+    mscale, mscale_all_dim = read.number("mscale", 0.0), read.number("mscale_all_dim", 0.0)
+    both = bool(mscale and mscale_all_dim)
+    yarn = Yarn(
+        factor=read.number("factor"),
+        original_max_position_embeddings=read.positive("original_max_position_embeddings"),
+        beta_fast=read.number("beta_fast", 32.0),
+        beta_slow=read.number("beta_slow", 1.0),
+        # Without both the amplitude is 0.1 ln(factor) + 1: that of mscale 1 over that of 0.
+        mscale=mscale if both else 1.0,
+        mscale_all_dim=mscale_all_dim if both else 0.0,
+    )
+    return yarn, read.number("attention_factor", yarn.amplitude)
+
+
+def _dflash2(fields: _Fields, hidden: int) -> dict[str, int]:
+    names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    given = [name for name in names if fields.values.get(name) is not None]
+    if not given:
+        return {}
+    values = {name: fields.positive(name) for name in names}
+    if hidden % values["conv_group_size"]:
+        raise ConfigError(f"conv_group_size {values['conv_group_size']} does not divide hidden_size {hidden}")
+    if values["selector_top_k"] > fields.positive("vocab_size"):
+        raise ConfigError(f"selector_top_k {values['selector_top_k']} exceeds vocab_size")
+    return values
