@@ -28,9 +28,9 @@ TINY = {
     "n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256,
 }  # fmt: skip
 VARIANT = TINY | {
-    "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 64, "moe_intermediate_size": 64,
+    "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 512, "moe_intermediate_size": 64,
     "n_routed_experts": 8, "num_experts_per_tok": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "rope_scaling": None, "bos_token_id": 60, "eos_token_id": 61, "pad_token_id": 63,
+    "rope_scaling": None, "bos_token_id": 256, "eos_token_id": 258, "pad_token_id": 511,
 }  # fmt: skip
 TINY_VISION = {
     "vt_hidden_size": 16, "vt_intermediate_size": 24, "vt_num_attention_heads": 2, "vt_num_hidden_layers": 1,
@@ -176,7 +176,8 @@ def expert_codes(tensors: Tensors, name: str) -> torch.Tensor:
 
 def write_checkpoint(directory: Path, config: dict, text: Tensors, vision: Tensors, prefix: str) -> None:
     """Shards as Moonshot cuts them: one per layer, then embedding, norm and head, then projector, then vision tower."""
-    layers = config.get("text_config", config)["num_hidden_layers"]
+    text_config = config.get("text_config", config)
+    layers = text_config["num_hidden_layers"]
     shards: list[Tensors] = [{} for _ in range(layers + (3 if vision else 1))]
     for name, tensor in text.items():
         shard = int(name.split(".")[2]) if name.startswith("model.layers.") else layers
@@ -194,6 +195,8 @@ def write_checkpoint(directory: Path, config: dict, text: Tensors, vision: Tenso
     write_json(directory / "model.safetensors.index.json",
                {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))})  # fmt: skip
     write_json(directory / "config.json", dict(sorted(config.items())))
+    limits = {"max_length": text_config["max_position_embeddings"], "eos_token_id": config["eos_token_id"]}
+    write_json(directory / "generation_config.json", limits)
 
 
 def write_json(path: Path, value: dict) -> None:
@@ -226,8 +229,6 @@ def write_tiny(directory: Path) -> tuple[dict, Tensors]:
     weights["lm_head.weight"][len(TOKENS) :] *= 0.25
     text = pack_experts(weights, text_config["quantization_config"], scale_rule="absmax/7", shape_dtype=torch.int32)
     write_checkpoint(directory, config, text, vision_tensors(config["vision_config"], generator), "language_model.")
-    limits = {"max_length": text_config["max_position_embeddings"], "eos_token_id": config["eos_token_id"]}
-    write_json(directory / "generation_config.json", limits)
     write_tokenizer(directory, MERGES)
     return config, text
 
@@ -241,6 +242,7 @@ def write_variant(directory: Path) -> tuple[dict, Tensors]:
         (expert_codes(text, name.removesuffix("weight_packed")) == -8).any() for name in text if name.endswith("packed")
     )
     write_checkpoint(directory, config, text, {}, "")
+    write_tokenizer(directory, [])
     return config, text
 
 
