@@ -251,6 +251,17 @@ def plan(
     return Plan(tuple(arrays), owners, tuple(skipped))
 
 
+def split_processes(mesh: Mesh, processes: int) -> "dict[Device, int]":
+    """A process for each device of a mesh: equal blocks in mesh order, to plan for machines that are not there.
+
+    Raises:
+      ValueError: the devices cannot be shared equally.
+    """
+    if processes < 1 or mesh.size % processes:
+        raise ValueError(f"{mesh.size} devices cannot be shared equally by {processes} processes")
+    return {device: number * processes // mesh.size for number, device in enumerate(mesh.devices.flat)}
+
+
 def weight_shape(array: ArrayPlan) -> tuple[int, int]:
     """What the `weight_shape` tensors of a packed array must say: [out, in]."""
     _, out, words = array.declaration.shape

@@ -1,0 +1,111 @@
+"""Look at, check and convert checkpoints.
+
+Examples:
+  uv run scripts/convert.py plan --checkpoint DIR --mesh nvl72 --processes 18
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from kimi_jax.cli import MeshOptions, errors_in_one_line
+from meshes.devices import build_mesh, simulate
+
+GB = 1e9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanOptions(MeshOptions):
+    """Options of `plan`."""
+
+    processes: int = 1
+    """Processes that share the mesh's devices equally: one a node, usually."""
+    bandwidth: float = 2.0
+    """GB/s that one process reads from storage, for the seconds column."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+
+
+def run_plan(options: PlanOptions) -> None:
+    """Show what each process would read and hold, from the headers alone; nothing else is read."""
+    out = Console()
+    with errors_in_one_line(Console(stderr=True, soft_wrap=True)):
+        machine = options.preset()
+        mesh = build_mesh(machine, simulate(machine.layout.num_devices))
+        import jax.numpy as jnp
+
+        from kimi_jax.checkpoint.plan import plan, split_processes
+        from kimi_jax.checkpoint.safetensors import open_checkpoint
+        from kimi_jax.config import ModelConfig
+        from kimi_jax.decoding.engine import model_for
+        from kimi_jax.parallel.sharding import rules
+
+        started = time.perf_counter()
+        config = ModelConfig.from_json(options.checkpoint)
+        model = model_for(config, machine.layout)
+        tensors = open_checkpoint(options.checkpoint)
+        matched = plan(
+            tensors, model, config.key_prefix, mesh, rules(machine.layout),
+            dtype=jnp.dtype("bfloat16" if options.dtype == "auto" else options.dtype),
+            num_experts=config.n_routed_experts, slot_experts=model.placement.slot_experts,
+            process_of=split_processes(mesh, options.processes),
+        )  # fmt: skip
+        read = {process: matched.read_bytes(process) for process in matched.processes}
+        seconds = time.perf_counter() - started
+        device_bytes = {device.id: size for device, size in matched.device_bytes().items()}
+        per_process = len(device_bytes) // options.processes
+        summary = {
+            "tensors": len(tensors),
+            "tensor_bytes": sum(tensor.nbytes for tensor in tensors.values()),
+            "skipped_tensors": len(matched.skipped),
+            "skipped_bytes": sum(tensor.nbytes for tensor in matched.skipped),
+            "files": len({tensor.file for tensor in tensors.values()}),
+            "mesh": machine.name,
+            "layout": str(machine.layout),
+            "plan_seconds": round(seconds, 2),
+            "device_bytes": list(device_bytes.values()),
+            "read_bytes": list(read.values()),
+            "largest_array_bytes": [matched.largest(process) for process in matched.processes],
+        }
+    if options.json:
+        print(json.dumps(summary))
+        return
+    _print_plan(out, summary, per_process, options.bandwidth)
+
+
+def _print_plan(out: Console, summary: Mapping, per_process: int, bandwidth: float) -> None:
+    out.print(
+        f"{summary['tensors']:,} tensors in {summary['files']} files, {summary['tensor_bytes'] / GB:,.3f} GB; "
+        f"{summary['skipped_tensors']} tensors ({summary['skipped_bytes'] / GB:,.3f} GB) are not the language model's",
+        highlight=False,
+    )
+    sizes = summary["device_bytes"]
+    out.print(
+        f"{summary['mesh']}: {summary['layout']}; {_range(sizes)} GB of weights on each of {len(sizes)} devices; "
+        f"planned in {summary['plan_seconds']:.1f} s",
+        highlight=False,
+    )
+    table = Table("process", "devices", "reads GB", "largest array GB", f"seconds at {bandwidth:g} GB/s", box=None)
+    for column in table.columns:
+        column.justify = "right"
+    for process, (read, largest) in enumerate(zip(summary["read_bytes"], summary["largest_array_bytes"], strict=True)):
+        first = process * per_process
+        devices = f"{first}–{first + per_process - 1}" if per_process > 1 else str(first)
+        table.add_row(
+            str(process), devices, f"{read / GB:,.3f}", f"{largest / GB:,.3f}", f"{read / GB / bandwidth:,.0f}"
+        )
+    out.print(table)
+
+
+def _range(sizes: list[int]) -> str:
+    low, high = min(sizes) / GB, max(sizes) / GB
+    return f"{low:,.3f}" if low == high else f"{low:,.3f} to {high:,.3f}"
+
+
+if __name__ == "__main__":
+    tyro.extras.subcommand_cli_from_dict({"plan": run_plan}, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
