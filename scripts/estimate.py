@@ -10,7 +10,7 @@ Examples:
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -332,7 +332,8 @@ def _show(as_json: bool, data: Callable[[], Any], *renderables: Any) -> None:
         console.print(renderable, highlight=False)
 
 
-if __name__ == "__main__":
+def main(args: Sequence[str] | None = None) -> None:
+    """Parse the command line and run one subcommand."""
     with errors_in_one_line(Console(stderr=True, soft_wrap=True)):
         tyro.extras.subcommand_cli_from_dict(
             {
@@ -347,5 +348,10 @@ if __name__ == "__main__":
                 "docs": run_docs,
             },
             description=__doc__,
+            args=args,
             config=(tyro.conf.OmitArgPrefixes,),
         )
+
+
+if __name__ == "__main__":
+    main()

@@ -29,7 +29,7 @@ class Transfer:
             self.algorithm if self.algorithm == other.algorithm else f"{self.algorithm} + {other.algorithm}",
         )
 
-    def times(self, count: int) -> "Transfer":
+    def times(self, count: float) -> "Transfer":
         """So many of them, one after the other."""
         return Transfer(
             count * self.us, count * self.latency_us, count * self.local_bytes, count * self.network_bytes,

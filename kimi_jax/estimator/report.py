@@ -81,22 +81,22 @@ def parts_table(e: Estimate) -> Table:
     """A step by part: µs a layer, ms a step, and the physical limit beside it."""
     gpu = e.scenario.gpu
     table = Table(title=f"One step on the busiest GPU: {e.scenario.preset.name}, {gpu.name}")
-    for name in ("part", "calls", "µs a call", "ms a step", "limit ms", "of limit", "mostly", ""):
-        table.add_column(name, justify="left" if name in ("part", "mostly", "") else "right")
+    for name in ("part", "calls", "µs each", "ms", "limit ms", "of limit", "mostly"):
+        table.add_column(name, justify="left" if name in ("part", "mostly") else "right", no_wrap=name != "mostly")
     for name, part in e.parts.items():
         if part.total_us:
             limit = part.limit_ms(gpu)
             table.add_row(
                 name, str(part.count), f"{part.total_us:.1f}", f"{part.ms:.2f}", f"{limit:.2f}",
-                percent(limit, part.ms), part.dominant, part.note,
+                percent(limit, part.ms), part.dominant + (f"; {part.note}" if part.note else ""),
             )  # fmt: skip
     if e.hidden_ms:
-        table.add_row("overlap", "", "", f"-{e.hidden_ms:.2f}", "", "", f"input {e.scenario.overlap:g}", "")
+        table.add_row("overlap", "", "", f"-{e.hidden_ms:.2f}", "", "", f"an input: {e.scenario.overlap:g}")
     table.add_section()
-    table.add_row("step", "", "", f"{e.step_ms:.2f}", f"{e.limit_ms:.2f}", percent(e.limit_ms, e.step_ms), "",
+    table.add_row("step", "", "", f"{e.step_ms:.2f}", f"{e.limit_ms:.2f}", percent(e.limit_ms, e.step_ms),
                   f"limit: {e.limit_resource}")  # fmt: skip
     if e.prefill_ms:
-        table.add_row("prefill", "", "", f"{e.prefill_ms:.2f}", "", "", "", "prompts between decode steps")
+        table.add_row("prefill", "", "", f"{e.prefill_ms:.2f}", "", "", "prompts between decode steps")
     return table
 
 

@@ -269,6 +269,20 @@ def _exchange(s: Scenario, network: Network, load: _Rows) -> Part:
     return _communication(m.num_moe_layers, transfer)
 
 
+def _reductions(s: Scenario, network: Network, load: _Rows) -> Part:
+    """Two all-reduces a layer over tp (attention output; experts, shared or dense output), and one for the logits."""
+    m, span = s.model, s.preset.span("tp")
+    if span.size == 1:
+        return Part(0)
+    reduction = all_reduce(network, span, load.rows * m.hidden_size * 2)
+    if not s.is_cache_split:
+        return _communication(2 * m.num_hidden_layers + 1, reduction)
+    # Every rank attends to its part of the sequence for all heads: queries are gathered, outputs merged and scattered.
+    queries = load.rows * m.num_attention_heads * (m.kv_lora_rank + m.qk_rope_head_dim) * 2
+    layer = reduction.times(2) + gather_and_scatter(network, span, queries)
+    return _communication(m.num_hidden_layers, layer)
+
+
 def _drafter(s: Scenario, network: Network, load: _Rows) -> Part:
     d, tp = s.drafter, s.preset.layout.tp
     rows = load.requests * d.block_size
@@ -313,8 +327,6 @@ def estimate(s: Scenario) -> Estimate:
     load, w = _rows(s), Weights(s.model)
     network = Network(gpu, s.preset.topology, c, s.link)
     tp, rows = layout.tp, load.rows
-    # Two a layer (attention output; experts, shared expert or dense output), one for the logits.
-    reduction = all_reduce(network, s.preset.span("tp"), rows * m.hidden_size * 2)
     tree_bytes = load.requests * (s.drafter.max_depth * m.vocab_size * 4 / tp)
     tree_us = tree_bytes / (c.dense_bandwidth_fraction * gpu.hbm_bytes_per_s) * 1e6
     has_draft = s.budget > 0
@@ -329,7 +341,7 @@ def estimate(s: Scenario) -> Estimate:
         "drafter": _drafter(s, network, load) if has_draft else Part(),
         "tree": Part(1, k.tree_us, tree_us, 0.0, 0.0, k.tree_us + tree_us, tree_bytes) if has_draft else Part(),
         "exchange": _exchange(s, network, load),
-        "reductions": _communication(2 * m.num_hidden_layers + 1 if tp > 1 else 0, reduction),
+        "reductions": _reductions(s, network, load),
         "launch": Part(1, fixed_us=launch_us, total_us=launch_us),
     }
     communication = parts["exchange"].ms + parts["reductions"].ms

@@ -1,0 +1,109 @@
+import dataclasses
+
+import pytest
+
+from kimi_jax.estimator import search
+from kimi_jax.estimator.scenario import make_scenario
+from kimi_jax.estimator.step import estimate
+from meshes import LayoutError, gpu
+
+BUDGETS = (0, 7, 16)
+
+
+def scenario(family="hgx", gpus=8, card="b300", concurrency=1, context=8192, **options):
+    machine = search.machine_of(family, gpus)
+    return machine, make_scenario(machine, gpu(card), concurrency=concurrency, context=context, **options)
+
+
+def test_layouts_are_all_possible_and_different():
+    machine, s = scenario("nvl", 72, "gb300")
+    found = [candidate.layout for candidate in search.layouts(machine, s)]
+    assert len(set(found)) == len(found)
+    assert {layout.tp for layout in found} == {1, 2, 4, 8, 16, 32, 64}
+    sizes = {layout.num_devices for layout in found}
+    assert sizes == {64, 72}
+    assert {layout.tp for layout in found if layout.num_devices == 64} == {16, 32, 64}
+
+
+def test_recommendation_beats_every_candidate():
+    machine, s = scenario("nvl", 16, "gb300", concurrency=64)
+    r = search.recommend(machine, s, budgets=BUDGETS)
+    for candidate in search.layouts(machine, s):
+        for budget in BUDGETS:
+            e = estimate(dataclasses.replace(s, preset=candidate, budget=budget))
+            assert e.tokens_per_s_per_user <= r.best.tokens_per_s_per_user
+    assert r.runner_up is not None
+    axes = [tuple(e.scenario.preset.layout.axis_sizes.values()) for e in (r.best, r.runner_up)]
+    assert axes[0] != axes[1]
+    assert r.margin == pytest.approx(r.best.tokens_per_s_per_user / r.runner_up.tokens_per_s_per_user - 1)
+    assert r.is_certain == (r.margin > 0.30)
+    assert r.reasons
+
+
+def test_throughput_keeps_every_user_fast_enough():
+    machine, s = scenario()
+    loads = (1, 16, 256, 1024)
+    free = search.recommend(machine, s, "throughput", BUDGETS, loads)
+    bound = search.recommend(machine, s, "throughput", BUDGETS, loads, least_tokens_per_s_per_user=100)
+    assert bound.best.tokens_per_s_per_user >= 100
+    assert free.best.tokens_per_s > bound.best.tokens_per_s
+    with pytest.raises(ValueError, match="no layout of hgx-ib-8 gives every user 100000 tokens/s: the fastest gives"):
+        search.recommend(machine, s, "throughput", BUDGETS, loads, least_tokens_per_s_per_user=100_000)
+
+
+def test_nothing_fits_says_by_how_much():
+    machine, s = scenario(concurrency=8192)
+    with pytest.raises(ValueError, match=r"no layout of hgx-ib-8 holds 8192 requests.*GB a GPU over and holds \d+ req"):
+        search.recommend(machine, s, budgets=BUDGETS)
+
+
+def test_many_requests_leave_tp_for_data_parallel_attention():
+    machine, few = scenario(concurrency=1)
+    _, many = scenario(concurrency=1024)
+    assert search.recommend(machine, few, budgets=BUDGETS).best.scenario.preset.layout.tp == 8
+    assert search.recommend(machine, many, budgets=BUDGETS).best.scenario.preset.layout.ep == 8
+
+
+def test_best_budget_is_the_largest_ratio():
+    _, s = scenario()
+    best = search.best_budget(s, (0, 4, 7, 16, 64))
+    speeds = {b: estimate(dataclasses.replace(s, budget=b)).tokens_per_s_per_user for b in (0, 4, 7, 16, 64)}
+    assert best.scenario.budget == max(speeds, key=lambda b: speeds[b])
+
+
+def test_compare_and_crossovers():
+    left, right = scenario("hgx", 16, "b300"), scenario("nvl", 16, "gb300")
+    rows = search.compare(left, right, (1, 64, 1_000_000), (7,))
+    assert [row.concurrency for row in rows] == [1, 64, 1_000_000]
+    assert rows[0].left is not None
+    assert rows[0].right is not None
+    assert rows[0].ratio == pytest.approx(rows[0].right.tokens_per_s_per_user / rows[0].left.tokens_per_s_per_user)
+    assert rows[0].verdict == "within the model's error"
+    assert rows[2].verdict == "neither fits"
+    changes = search.crossovers(rows, "left")
+    assert changes[0] == (1, str(rows[0].left.scenario.preset.layout))
+    assert changes[-1] == (1_000_000, "does not fit")
+    slow = dataclasses.replace(left[1].gpu, hbm_bytes_per_s=1e12)
+    halved = search.compare((left[0], dataclasses.replace(left[1], gpu=slow)), right, (1,), (7,))
+    assert halved[0].verdict == "nvl72 faster"
+
+
+def test_machines_by_size():
+    assert search.machine_of("hgx", 16).name == "hgx-ib-16"
+    assert search.machine_of("nvl", 36).name == "nvl36"
+    assert search.machine_of("nvl", 16).layout.num_devices == 16
+    with pytest.raises(LayoutError, match="hgx-ib-32 or hgx-ib-40"):
+        search.machine_of("hgx", 36)
+
+
+def test_pareto_front():
+    machine, s = scenario()
+    loads = [dataclasses.replace(s, concurrency=load) for load in (1, 8, 64)]
+    every = [e for load in loads for e in search.candidates(machine, load, (7,))]
+    front = search.pareto(every)
+    assert 2 <= len(front) < len(every)
+    for e in every:
+        assert not any(
+            e.tokens_per_s_per_user > f.tokens_per_s_per_user and e.tokens_per_s_per_gpu > f.tokens_per_s_per_gpu
+            for f in front
+        )

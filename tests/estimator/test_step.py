@@ -1,0 +1,195 @@
+import dataclasses
+import itertools
+
+import pytest
+
+from kimi_jax.estimator.scenario import Prefill, make_scenario
+from kimi_jax.estimator.step import PARTS, estimate
+from meshes import Layout, LayoutError, gpu, preset
+
+MACHINES = (("hgx-ib-8", "b300"), ("hgx-ib-16", "h200"), ("nvl36", "gb200"), ("nvl72", "gb300"))
+
+
+def scenario(mesh="hgx-ib-8", card="b300", layout=None, **options):
+    machine = preset(mesh)
+    options = {"concurrency": 1, "context": 8192} | options
+    return make_scenario(machine.with_layout(layout) if layout else machine, gpu(card), **options)
+
+
+def scenarios():
+    """Layouts of every kind under light and heavy loads, with and without a tree."""
+    layouts = {
+        8: (Layout(tp=8), Layout(tp=8, experts="width"), Layout(ep=8), Layout(ep=2, tp=4, experts="width")),
+        16: (Layout(dp=2, tp=8), Layout(ep=2, tp=8), Layout(ep=16, exchange="alltoall"), Layout(tp=16)),
+        36: (Layout(ep=9, tp=4), Layout(ep=36, exchange="alltoall")),
+        72: (Layout(ep=9, tp=8), Layout(ep=72, exchange="alltoall"), Layout(tp=64), Layout(dp=9, tp=8)),
+    }
+    for mesh, card in MACHINES:
+        for layout in layouts[preset(mesh).topology.num_gpus]:
+            for load, budget, overlap in itertools.product((1, 300), (0, 16), (0.0, 1.0)):
+                yield scenario(mesh, card, layout, concurrency=load, budget=budget, overlap=overlap)
+
+
+def test_no_estimate_beats_the_limit():
+    for kernels in ("public", "target"):
+        for s in scenarios():
+            s = dataclasses.replace(s, kernels=make_scenario(
+                s.preset, s.gpu, concurrency=1, context=1, kernel_library=kernels).kernels)  # fmt: skip
+            e = estimate(s)
+            assert tuple(e.parts) == PARTS
+            assert e.step_ms >= e.limit_ms
+            for name, part in e.parts.items():
+                assert part.ms >= part.limit_ms(s.gpu) * (1 - 1e-9), (name, s.preset.layout)
+
+
+def test_parts_add_up():
+    for s in scenarios():
+        e = estimate(s)
+        assert e.step_ms + e.hidden_ms == pytest.approx(sum(part.ms for part in e.parts.values()))
+        for part in e.parts.values():
+            total = part.fixed_us + part.memory_us + part.compute_us + part.link_us
+            assert part.total_us == pytest.approx(total)
+
+
+@pytest.mark.parametrize("what", ["hbm_bytes_per_s", "bf16_flops_per_s", "local_link", "network_link"])
+def test_more_bandwidth_never_slows_anything(what):
+    for s in scenarios():
+        value = getattr(s.gpu, what)
+        faster = value * 1.5 if isinstance(value, float) else dataclasses.replace(
+            value, bytes_per_s=value.bytes_per_s * 1.5)  # fmt: skip
+        after = estimate(dataclasses.replace(s, gpu=dataclasses.replace(s.gpu, **{what: faster})))
+        assert after.step_ms <= estimate(s).step_ms + 1e-12
+
+
+def test_more_load_or_context_never_quickens_a_step():
+    for s in scenarios():
+        base = estimate(s).step_ms
+        assert estimate(dataclasses.replace(s, context=2 * s.context)).step_ms >= base
+        assert estimate(dataclasses.replace(s, concurrency=2 * s.concurrency)).step_ms >= base - 1e-9
+
+
+def test_bytes_of_one_row_on_one_node_by_hand():
+    # tp 8, experts by width, one row: 1/8 of 8 experts and of everything that tp splits.
+    e = estimate(scenario(layout=Layout(tp=8, experts="width"), context=1))
+    parts = e.parts
+    zipf_experts = parts["experts"].hbm_bytes * 8 / 24_772_608
+    assert zipf_experts == pytest.approx(8, rel=1e-3)
+    assert parts["shared_expert"].hbm_bytes == 3 * 7168 * 2048 * 2 / 8
+    assert parts["head"].hbm_bytes == 163840 * 7168 * 2 / 8
+    assert parts["dense"].hbm_bytes == 3 * 7168 * 18432 * 2 / 8
+    # 122 all-reduces in the layers and one for the logits; one row of 7168 bfloat16 values.
+    assert parts["reductions"].count == 123
+    assert parts["reductions"].local_bytes == pytest.approx(7168 * 2 * 7 / 8)
+    assert parts["exchange"].ms == 0
+
+
+def test_cache_is_read_once_a_request_and_repeated_over_tp():
+    def attention(**options):
+        return estimate(scenario(context=100_000, concurrency=4, **options)).parts["attention"]
+
+    cache = 4 * 100_000 * 576 * 2
+    plain, tree = attention(), attention(budget=8)
+    elementwise = 114_688 * 4
+    # Eight more rows a request read no more cache, only more activations.
+    assert tree.hbm_bytes - plain.hbm_bytes == pytest.approx(8 * elementwise)
+    projections = (7168 * 2112 + 1536 + 512 + 2 * 7168 + 64 * (1536 * 192 + 512 * 256 + 128 * 7168) / 8) * 2
+    assert plain.hbm_bytes == pytest.approx(projections + cache + elementwise)
+    split = attention(is_cache_split=True)
+    assert plain.hbm_bytes - split.hbm_bytes == pytest.approx(cache * 7 / 8)
+    merged = estimate(scenario(context=100_000, concurrency=4, is_cache_split=True)).parts["reductions"]
+    assert merged.ms > estimate(scenario(context=100_000, concurrency=4)).parts["reductions"].ms
+
+
+def test_memory_by_hand():
+    e = estimate(scenario(layout=Layout(tp=8, experts="width"), concurrency=16, budget=8))
+    assert e.memory.weights["experts"] == pytest.approx(570.761e9 / 8, rel=1e-4)
+    assert e.memory.cache == pytest.approx(16 * 8192 * 70_272)
+    assert e.memory.drafter == pytest.approx(6.9575e9 / 8 + 16 * 8192 * 24_576 / 8, rel=1e-3)
+    assert e.memory.fits
+    rack = estimate(scenario("nvl72", "gb300"))
+    assert rack.memory.weights["experts"] == pytest.approx(60 * 6 * 24_772_608)
+    full = estimate(scenario(concurrency=e.memory.max_requests, budget=8, layout=Layout(tp=8, experts="width")))
+    over = estimate(scenario(concurrency=e.memory.max_requests + 1, budget=8, layout=Layout(tp=8, experts="width")))
+    assert full.memory.fits
+    assert not over.memory.fits
+
+
+def test_drafting_costs_a_drafter_and_yields_more_tokens():
+    plain, tree = estimate(scenario()), estimate(scenario(budget=8))
+    assert plain.parts["drafter"].ms == plain.parts["tree"].ms == 0
+    assert plain.acceptance_length == 1
+    assert tree.parts["drafter"].hbm_bytes == pytest.approx((6.9575e9 + 163840 * 7168 * 2) / 8, rel=1e-3)
+    assert tree.acceptance_length == pytest.approx(tree.scenario.acceptance.length(8))
+    assert tree.tokens_per_s_per_user == pytest.approx(tree.acceptance_length / tree.step_ms * 1e3)
+
+
+def test_overlap_hides_the_shorter_of_communication_and_computation():
+    serial, hidden = (estimate(scenario("hgx-ib-16", "h200", overlap=w, concurrency=64)) for w in (0.0, 1.0))
+    communication = serial.parts["exchange"].ms + serial.parts["reductions"].ms
+    computation = serial.step_ms - communication
+    assert hidden.step_ms == pytest.approx(max(communication, computation))
+
+
+def test_prompts_take_their_share():
+    # 8 requests of 8192 tokens for every 1024 tokens, at 45,000 tokens/s on eight GPUs: 1.42 ms a token.
+    e = estimate(scenario(concurrency=8, prefill=Prefill(8192, 1024)))
+    assert e.prefill_ms == pytest.approx(8 * 8192 / 45_000 / 1024 * 1e3)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes", "message"),
+    [
+        ("nvl72", {"tp": 72}, "tp sizes that work are 1, 2, 4, 8, 16, 32, 64"),
+        ("nvl36", {"tp": 36}, "does not divide attention heads 64"),
+        ("hgx-ib-24", {"tp": 24}, "does not divide attention heads 64"),
+    ],
+)
+def test_impossible_tp_is_refused_with_what_works(mesh, axes, message):
+    machine = preset(mesh).with_axes(**axes)
+    with pytest.raises(LayoutError, match=message):
+        make_scenario(machine, gpu(machine.gpu_names[0]), concurrency=1, context=1)
+
+
+def test_experts_over_72_need_replicas():
+    with pytest.raises(LayoutError, match=r"384 expert slots do not lie evenly on 72 ranks.*use 432, 504"):
+        scenario("nvl72", "gb300", physical_slots=384)
+    assert estimate(scenario("nvl72", "gb300", physical_slots=504)).memory.weights["experts"] == pytest.approx(
+        60 * 7 * 24_772_608
+    )
+    with pytest.raises(LayoutError, match=r"use 384, 400.*without replicas"):
+        scenario("hgx-ib-16", "b300", physical_slots=390)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"concurrency": 0}, "concurrency is 0: at least 1"),
+        ({"budget": -1}, "budget is -1"),
+        ({"overlap": 1.5}, "overlap is 1.5"),
+        ({"kernel_library": "cutlass"}, "choose from public, sglang, target, vllm"),
+        ({"card": "gb300"}, "hgx-ib-8 is made of b300, b200, h200, h100, not of gb300"),
+    ],
+)
+def test_loads_that_mean_nothing_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        scenario(**options)
+
+
+def test_eplb_evens_out_the_load():
+    even, skewed = (
+        estimate(scenario("nvl72", "gb300", Layout(ep=72, exchange="alltoall"), concurrency=8192, has_eplb=on))
+        for on in (True, False)
+    )
+    assert skewed.parts["experts"].ms > 1.3 * even.parts["experts"].ms
+    assert skewed.parts["exchange"].ms > even.parts["exchange"].ms
+
+
+def test_links_that_a_layout_uses():
+    nodes = estimate(scenario("hgx-ib-16", "b300", concurrency=64)).parts
+    assert nodes["exchange"].network_bytes > 0
+    assert nodes["reductions"].network_bytes == 0
+    rack = estimate(scenario("nvl72", "gb300", concurrency=64)).parts
+    assert rack["exchange"].network_bytes == 0
+    wide = estimate(scenario("hgx-ib-16", "b300", Layout(tp=16))).parts["reductions"]
+    assert wide.note.startswith("hierarchical")
+    assert wide.network_bytes == pytest.approx(7168 * 2 / 8 / 2)
