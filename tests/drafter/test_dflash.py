@@ -1,7 +1,8 @@
 """The drafter against the reference package's rounds, against numpy, and sharded against whole."""
 
 import functools
-import importlib.util
+import runpy
+import types
 from pathlib import Path
 
 import jax
@@ -28,16 +29,7 @@ BATCH = PartitionSpec(("dp", "ep"))
 RULES = {"heads": "tp", "mlp": "tp", "vocab": "tp"}
 
 
-def _load_reference():
-    spec = importlib.util.spec_from_file_location("drafter_numpy", Path(__file__).with_name("drafter_numpy.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-reference = _load_reference()
+reference = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("drafter_numpy.py"))))
 
 
 def weights_of(kind: str) -> dict[str, np.ndarray]:
