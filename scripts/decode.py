@@ -61,8 +61,9 @@ class Options(MeshOptions):
 class Reader:
     """Follows one prompt's tokens and keeps what has not been shown yet."""
 
-    def __init__(self, tokenizer: Tokenizer, *, raw: bool, thinking: bool):
+    def __init__(self, tokenizer: Tokenizer, stop_ids: tuple[int, ...], *, raw: bool, thinking: bool):
         self.ids: list[int] = []
+        self.stop_ids = stop_ids
         self.finished = False
         self.pending: list[Piece] = []
         self.response = Response("", "")
@@ -76,7 +77,7 @@ class Reader:
         if self._stream:
             self.pending += self._stream.push(ids)
         else:
-            self._raw(self._decoder.push(ids))
+            self._raw(self._decoder.push(token for token in ids if token not in self.stop_ids))
         if finished and not self.finished:
             self.finished = True
             if self._stream:
@@ -85,6 +86,11 @@ class Reader:
             else:
                 self._raw(self._decoder.flush())
                 self.response = Response("", self._raw_text)
+
+    @property
+    def finish_reason(self) -> str:
+        """`stop` where the model ended its text, `length` where the limit did."""
+        return "stop" if self.ids and self.ids[-1] in self.stop_ids else "length"
 
     def _raw(self, text: str) -> None:
         self._raw_text += text
@@ -156,7 +162,7 @@ def main(options: Options) -> None:
         sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
         limits = Limits(max_new_tokens=options.max_new_tokens)
         ids = encode(prompts, engine.tokenizer, raw=options.raw, thinking=thinking, system=options.system)
-        readers = [Reader(engine.tokenizer, raw=options.raw, thinking=thinking) for _ in prompts]
+        readers = [Reader(engine.tokenizer, engine.stop_ids, raw=options.raw, thinking=thinking) for _ in prompts]
         screen, report = Screen(prompts, readers), Report(len(prompts))
         with status.status("compiling") as spinner:
             for progress in engine.generate(ids, limits, sampling, options.seed):
@@ -169,13 +175,13 @@ def main(options: Options) -> None:
         status.print(report.summary(), style="dim", highlight=False)
         if options.json:
             results = [
-                result(prompt, prompt_ids, reader, options)
+                result(prompt, prompt_ids, reader)
                 for prompt, prompt_ids, reader in zip(prompts, ids, readers, strict=True)
             ]
             print(json.dumps({"results": results, "summary": report.as_dict() | {"ran": where}}, ensure_ascii=False))
 
 
-def result(prompt: Prompt, prompt_ids: list[int], reader: Reader, options: Options) -> dict[str, Any]:
+def result(prompt: Prompt, prompt_ids: list[int], reader: Reader) -> dict[str, Any]:
     """One prompt's entry in the JSON output."""
     return {
         "prompt": prompt.text,
@@ -184,7 +190,7 @@ def result(prompt: Prompt, prompt_ids: list[int], reader: Reader, options: Optio
         "text": reader.response.answer,
         "tool_calls": [dataclasses.asdict(call) for call in reader.response.tool_calls],
         "token_ids": reader.ids,
-        "finish_reason": "length" if len(reader.ids) == options.max_new_tokens else "stop",
+        "finish_reason": reader.finish_reason,
     }
 
 

@@ -1,10 +1,100 @@
-"""One JAX configuration for every test: 72 simulated CPU devices, enough for every preset, set before any test module touches JAX."""
+"""72 simulated CPU devices for every test, and the tiny checkpoint opened on any preset's mesh."""
 
 import os
 
+# Before any test module touches JAX: the plugin registers without a driver, and the platform is the CPU.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 
+import dataclasses
+from pathlib import Path
+
 import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from safetensors.numpy import load_file
+
+from kimi_jax.decoding.engine import Engine, open_checkpoint
+from kimi_jax.model.cache import empty_cache
+from kimi_jax.model.transformer import Output, Rows
+from kimi_jax.parallel.collectives import all_gather
+from kimi_jax.parallel.sharding import REQUESTS
+from kimi_jax.parameters import bind, specs
+from meshes.devices import build_mesh
+from meshes.presets import preset
 
 jax.config.update("jax_num_cpu_devices", 72)
+
+TESTS = Path(__file__).parent
+ASSETS = TESTS.parent / "kimi_jax" / "assets"
+
+MESHES = {
+    "local": preset("local"),
+    "hgx-ib-16": preset("hgx-ib-16"),
+    "hgx-ib-16 replicas": preset("hgx-ib-16").with_axes(dp=2, ep=1, tp=8),
+    "hgx-ib-16 wide ep": preset("hgx-ib-16").with_axes(dp=1, ep=16, tp=1),
+    "nvl36": preset("nvl36"),
+    "nvl72": preset("nvl72"),
+    "nvl72 ep 72": preset("nvl72").with_axes(dp=1, ep=72, tp=1),
+}
+
+
+@pytest.fixture(scope="session")
+def reference() -> dict[str, np.ndarray]:
+    return load_file(TESTS / "data" / "reference.safetensors")
+
+
+@pytest.fixture(scope="session")
+def engines():
+    """Engines by mesh name and type, opened once."""
+    opened: dict[tuple[str, str], Engine] = {}
+
+    def engine(mesh: str = "local", dtype: str = "float32", checkpoint: Path = ASSETS / "tiny_random") -> Engine:
+        key = (mesh, dtype, str(checkpoint))
+        if key not in opened:
+            machine = MESHES[mesh]
+            opened[key] = open_checkpoint(
+                checkpoint, build_mesh(machine, jax.devices()), machine.layout, jnp.dtype(dtype)
+            )
+        return opened[key]
+
+    return engine
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """One forward's outputs on the host, for the real requests only."""
+
+    logits: np.ndarray
+    output: Output
+
+
+def run_forward(engine: Engine, rows: Rows, cache=None, *, taps=(), expanded=None) -> Forward:
+    """Runs the model on rows given for the whole batch; requests are padded to the mesh."""
+    count = rows.tokens.shape[0]
+    multiple = engine.mesh.shape["dp"] * engine.mesh.shape["ep"]
+    padded = -(-count // multiple) * multiple
+    pad = lambda x: np.pad(np.asarray(x), [(0, padded - count), *[(0, 0)] * (x.ndim - 1)])
+    rows = jax.tree.map(pad, rows)
+    cache = jax.tree.map(pad, cache) if cache else empty_cache(engine.config, padded, 0, engine.dtype)
+
+    def forward(parameters, rows, cache):
+        model = bind(engine.model, parameters)
+        output = model.model(rows, cache, taps, expanded)
+        return all_gather(model.logits(output.hidden), "tp", dimension=2), output
+
+    mapped = jax.shard_map(
+        forward, mesh=engine.mesh, in_specs=(specs(engine.model, engine.rules), REQUESTS, REQUESTS),
+        out_specs=REQUESTS, check_vma=False,
+    )  # fmt: skip
+    place = lambda x: jax.device_put(x, NamedSharding(engine.mesh, REQUESTS))
+    with jax.default_matmul_precision("highest"):
+        logits, output = jax.jit(mapped)(engine.parameters, jax.tree.map(place, rows), jax.tree.map(place, cache))
+    return Forward(np.asarray(logits)[:count], jax.tree.map(lambda x: np.asarray(x)[:count], output))
+
+
+@pytest.fixture(scope="session")
+def forward():
+    return run_forward

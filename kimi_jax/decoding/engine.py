@@ -52,9 +52,17 @@ class Engine:
         """Ids that end a text: those config.json names and the tokenizer's own."""
         return tuple(sorted({*self.config.eos_token_ids, *(self.tokenizer.special_id(name) for name in STOP_TOKENS)}))
 
+    @functools.cached_property
+    def _programs(self) -> dict[Sampling, Programs]:
+        return {}
+
     def programs(self, sampling: Sampling) -> Programs:
-        """The compiled programs for one way of sampling."""
-        return Programs(self.model, self.mesh, self.rules, sampling, self.stop_ids, self.dtype)
+        """The programs for one way of sampling, compiled once."""
+        if sampling not in self._programs:
+            self._programs[sampling] = Programs(
+                self.model, self.mesh, self.rules, sampling, self.stop_ids, self.dtype
+            )
+        return self._programs[sampling]
 
     def generate(
         self, prompts: Sequence[Sequence[int]], limits: Limits, sampling: Sampling, seed: int = 0
@@ -62,7 +70,7 @@ class Engine:
         """Decodes a batch of prompts given as ids; see `decoding.generate`."""
         # On GPUs float32 matrix products would be rounded to TF32 otherwise; bfloat16 ones do not change.
         with jax.default_matmul_precision("highest"):
-            yield from generate(self.programs(sampling), self.parameters, prompts, limits, seed)
+            yield from generate(self.programs(sampling), {"target": self.parameters}, prompts, limits, seed)
 
 
 def model_for(config: ModelConfig, layout: Layout) -> CausalLM:

@@ -26,14 +26,15 @@ class NonFiniteLogitsError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Tokens that arrived with one dispatch: for each prompt its new ones, in order."""
+    """What one dispatch brought."""
 
     new_tokens: list[list[int]]
+    """For each prompt its new ones, in order; the last one of a text may be a stop token."""
     finished: list[bool]
-    rounds: int
-    """Rounds run so far, by the request that ran most."""
     seconds: float
     """Since generation started."""
+    snapshot: Snapshot
+    """Everything the device reported, as NumPy arrays over all prompts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Limits:
 def generate(
     programs: Programs, parameters: Parameters, prompts: Sequence[Sequence[int]], limits: Limits, seed: int = 0
 ) -> Iterator[Progress]:
-    """Decodes a batch of prompts of any lengths, yielding after every dispatch. Stop tokens are not among the tokens.
+    """Decodes a batch of prompts of any lengths, yielding after every dispatch. A stop token is the last of its text.
 
     Raises:
       ValueError: an empty prompt, ids outside the vocabulary, or more positions than the model has.
@@ -68,7 +69,8 @@ def generate(
     requests = -(-len(prompts) // multiple) * multiple
     longest = max(map(len, prompts))
     chunk = min(limits.prefill_chunk, _power_of_two(longest))
-    capacity = _round_up(longest + limits.max_new_tokens + 1, CACHE_MULTIPLE)
+    steps = programs.speculation.max_depth + 1
+    capacity = _round_up(longest + limits.max_new_tokens + steps, CACHE_MULTIPLE)
     padded = [*prompts, *[[] for _ in range(requests - len(prompts))]]
 
     def place(values: np.ndarray) -> Array:
@@ -91,13 +93,13 @@ def generate(
     seen, rounds, done = [0] * len(prompts), 1, False
     while not done:
         state, snapshot = programs.decode(parameters, state, jnp.int32(rounds))
-        snapshot = jax.tree.map(np.asarray, snapshot)
+        snapshot = jax.tree.map(lambda x: np.asarray(x)[: len(prompts)], snapshot)
         _raise_if_failed(snapshot)
-        ends = snapshot.counts[: len(prompts)].tolist()
+        ends = snapshot.counts.tolist()
         new = [snapshot.emitted[row, seen[row] : end].tolist() for row, end in enumerate(ends)]
-        finished = snapshot.finished[: len(prompts)].tolist()
+        finished = snapshot.finished.tolist()
         seen, rounds, done = ends, limits.rounds_per_dispatch, all(finished)
-        yield Progress(new, finished, int(snapshot.rounds.max()), time.perf_counter() - started)
+        yield Progress(new, finished, time.perf_counter() - started, snapshot)
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, positions: int, max_new_tokens: int) -> None:

@@ -2,6 +2,9 @@
 
 Each is one `shard_map` over the whole mesh inside one `jit`, with the state donated: no collective is added by the
 compiler, no weight or cache is copied, and the host is asked nothing between the first round and the last.
+
+A round drafts a tree, verifies all its rows in one forward of the target, walks the tree along the target's own
+tokens, and commits the accepted path. Without a drafter the tree is its root: that is plain decoding.
 """
 
 import dataclasses
@@ -12,11 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from kimi_jax.ddtree.acceptance import Acceptance, emit, walk
+from kimi_jax.ddtree.tree import DraftTree
 from kimi_jax.decoding.sampling import Sampling, next_tokens
-from kimi_jax.decoding.state import FINE, DecodeState, Snapshot, emit, initial_state
-from kimi_jax.model.cache import commit
+from kimi_jax.decoding.speculation import NoSpeculation, Speculation
+from kimi_jax.decoding.state import FINE, DecodeState, Snapshot, initial_state
+from kimi_jax.model.cache import Latents, commit
 from kimi_jax.model.transformer import CausalLM, Rows, causal_rows
 from kimi_jax.parallel.collectives import all_gather, all_reduce
 from kimi_jax.parallel.sharding import REQUESTS
@@ -26,9 +32,26 @@ REPLICATED = PartitionSpec()
 BATCH_AXES = ("dp", "ep")
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """What the target says of a draft tree; shapes depend on the tree's depth, not on its rows."""
+
+    acceptance: Acceptance
+    """Batched over requests."""
+    latents: list[Latents]
+    """Of the rows on the accepted path, in order; what follows the path is arbitrary."""
+    taps: list[Float[Array, "requests steps hidden"]]
+    finite: Bool[Array, " requests"]
+    """Whether all logits on the path were finite."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """Programs for one model on one mesh with one way of sampling; compiled at first use for each batch shape."""
+    """Programs for one model on one mesh with one way of sampling; compiled at first use for each batch shape.
+
+    Parameters are passed as `{"target": …}`, with `"drafter"` beside it where there is speculation.
+    """
 
     model: CausalLM
     mesh: Mesh
@@ -36,6 +59,7 @@ class Programs:
     sampling: Sampling
     stop_ids: tuple[int, ...]
     dtype: DTypeLike
+    speculation: Speculation = dataclasses.field(default_factory=NoSpeculation)
 
     @property
     def request_multiple(self) -> int:
@@ -50,7 +74,14 @@ class Programs:
 
     @functools.cached_property
     def _weights(self) -> Parameters:
-        return specs(self.model, self.rules)
+        weights: Parameters = {"target": specs(self.model, self.rules)}
+        if self.speculation.drafter is not None:
+            weights["drafter"] = specs(self.speculation.drafter, self.speculation.rules(self.rules))
+        return weights
+
+    def _bind(self, parameters: Parameters) -> tuple[CausalLM, Speculation]:
+        model = bind(self.model, parameters["target"])
+        return model, self.speculation.bound(parameters.get("drafter"))
 
     @functools.cached_property
     def start(self) -> Callable[..., DecodeState]:
@@ -58,13 +89,21 @@ class Programs:
 
         @functools.partial(jax.jit, static_argnames=("capacity", "max_new_tokens"))
         def start(keys: Array, limits: Array, *, capacity: int, max_new_tokens: int) -> DecodeState:
-            local = functools.partial(
-                initial_state, self.model.config, capacity=capacity, max_new_tokens=max_new_tokens, dtype=self.dtype
-            )
+            def local(keys: Array, limits: Array) -> DecodeState:
+                return initial_state(
+                    self.model.config,
+                    keys=keys,
+                    limits=limits,
+                    capacity=capacity,
+                    max_new_tokens=max_new_tokens,
+                    dtype=self.dtype,
+                    max_depth=self.speculation.max_depth,
+                    context=self.speculation.empty_context(limits.shape[0], self.dtype),
+                )
+
             mapped = jax.shard_map(
-                lambda keys, limits: local(keys=keys, limits=limits),
-                mesh=self.mesh, in_specs=(REQUESTS, REQUESTS), out_specs=REQUESTS, check_vma=False,
-            )  # fmt: skip
+                local, mesh=self.mesh, in_specs=(REQUESTS, REQUESTS), out_specs=REQUESTS, check_vma=False
+            )
             return mapped(keys, limits)
 
         return start
@@ -80,16 +119,17 @@ class Programs:
             parameters: Parameters, state: DecodeState, tokens: Int[Array, "requests chunk"],
             counts: Int[Array, " requests"],
         ) -> DecodeState:  # fmt: skip
-            model = bind(self.model, parameters)
+            model, speculation = self._bind(parameters)
             rows = causal_rows(tokens, state.lengths, counts)
-            output = model.model(rows, state.cache)
+            output = model.model(rows, state.cache, speculation.tap_layers)
             last = jnp.maximum(counts - 1, 0)[:, None]
             hidden = jnp.take_along_axis(output.hidden, last[..., None], axis=1)
             drawn, finite = self._draw(model, state, hidden, jnp.take_along_axis(rows.positions, last, axis=1))
             run = counts > 0
             state = dataclasses.replace(
                 state,
-                cache=commit(state.cache, output.latents, None, state.lengths),
+                cache=commit(state.cache, output.latents, state.lengths),
+                context=speculation.extend(state.context, output.taps, state.lengths, counts),
                 lengths=state.lengths + counts,
                 anchors=jnp.where(run, drawn[:, 0], state.anchors),
             )
@@ -102,46 +142,91 @@ class Programs:
     def decode(self) -> Callable[[Parameters, DecodeState, Array], tuple[DecodeState, Snapshot]]:
         """`decode(parameters, state, rounds)`: up to that many rounds, fewer when every request has finished.
 
-        With no round run before, the first token drawn by prefill is emitted first.
+        Before the very first round the token drawn by prefill is emitted.
         """
 
         def decode(parameters: Parameters, state: DecodeState, rounds: Int[Array, ""]) -> tuple[DecodeState, Snapshot]:
-            model = bind(self.model, parameters)
-            first = (state.counts == 0) & (state.rounds == 0)
-            state = emit(state, state.anchors[:, None], first.astype(jnp.int32), self.stop_ids)
+            model, speculation = self._bind(parameters)
+            first = (state.counts == 0) & ~state.finished
+            state = self._emit(state, state.anchors[:, None], first.astype(jnp.int32))
 
             def running(state: DecodeState) -> Array:
                 return all_reduce((~state.finished).any().astype(jnp.int32), BATCH_AXES)
 
             def body(carry: tuple[Array, Array, DecodeState]) -> tuple[Array, Array, DecodeState]:
                 step, _, state = carry
-                state = self._round(model, state)
+                state = self._round(model, speculation, state)
                 return step + 1, running(state), state
 
             _, _, state = jax.lax.while_loop(
                 lambda carry: (carry[0] < rounds) & (carry[1] > 0), body, (jnp.int32(0), running(state), state)
             )
-            gathered = (state.emitted, state.counts, state.finished, state.failed, state.rounds)
-            return state, Snapshot(*(all_gather(x, BATCH_AXES) for x in gathered))
+            kept = {field.name: getattr(state, field.name) for field in dataclasses.fields(Snapshot)}
+            return state, Snapshot(**{name: all_gather(x, BATCH_AXES) for name, x in kept.items()})
 
         in_specs = (self._weights, REQUESTS, REPLICATED)
         return self._compile(decode, in_specs, (REQUESTS, REPLICATED), donate=(1,))
 
-    def _round(self, model: CausalLM, state: DecodeState) -> DecodeState:
-        """One round without a drafter: the anchor alone is run, and the token after it drawn."""
+    def _round(self, model: CausalLM, speculation: Speculation, state: DecodeState) -> DecodeState:
+        """Draft, verify, accept, commit."""
         active = ~state.finished
-        rows = Rows(state.anchors[:, None], state.lengths[:, None], active[:, None, None], state.lengths)
-        output = model.model(rows, state.cache)
-        drawn, finite = self._draw(model, state, output.hidden, rows.positions)
+        tree = speculation.propose(model, state)
+        verified = speculation.verify(tree, active, functools.partial(self._verify, model, speculation, state))
+        acceptance = verified.acceptance
+        accepted = jnp.where(active, acceptance.length, 0)
         state = dataclasses.replace(
             state,
-            cache=commit(state.cache, output.latents, None, state.lengths),
-            lengths=state.lengths + active,
-            anchors=jnp.where(active, drawn[:, 0], state.anchors),
+            cache=commit(state.cache, verified.latents, state.lengths),
+            context=speculation.extend(state.context, verified.taps, state.lengths, accepted),
+            lengths=state.lengths + accepted,
+            anchors=jnp.where(active, acceptance.bonus, state.anchors),
             rounds=state.rounds + active,
+            accepted=state.accepted.at[jnp.arange(active.size), accepted].add(active.astype(jnp.int32)),
+            nodes=state.nodes + jnp.where(active, tree.num_nodes, 0),
         )
-        state = emit(state, drawn, active.astype(jnp.int32), self.stop_ids)
-        return _record_failure(state, active & ~finite[:, 0])
+        state = self._emit(state, acceptance.tokens, accepted)
+        return _record_failure(state, active & ~verified.finite)
+
+    def _verify(self, model: CausalLM, speculation: Speculation, state: DecodeState, tree: DraftTree) -> Verified:
+        """One forward over the tree's rows; only the accepted path leaves it."""
+        active = ~state.finished
+        rows = Rows(
+            tree.tokens,
+            state.lengths[:, None] + tree.depths,
+            tree.ancestors & active[:, None, None],
+            state.lengths,
+        )
+        output = model.model(rows, state.cache, speculation.tap_layers)
+        drawn, finite = self._draw(model, state, output.hidden, rows.positions)
+        acceptance = jax.vmap(walk)(tree, drawn)
+
+        def on_path(x: Array) -> Array:
+            return jnp.take_along_axis(x, acceptance.path[..., None], axis=1)
+
+        return Verified(
+            acceptance=acceptance,
+            latents=jax.tree.map(on_path, output.latents),
+            taps=jax.tree.map(on_path, output.taps),
+            finite=jnp.take_along_axis(finite, acceptance.path, axis=1).all(1),
+        )
+
+    def _emit(
+        self, state: DecodeState, tokens: Int[Array, "requests steps"], new: Int[Array, " requests"]
+    ) -> DecodeState:
+        """Appends the first `new` of `tokens` to each text, up to its limit or a stop token."""
+        stops = jnp.asarray(self.stop_ids, jnp.int32)
+        emission = jax.vmap(lambda *args: emit(args[0], args[1], stops, args[2]))(
+            tokens, new, state.limits - state.counts
+        )
+        steps = jnp.arange(tokens.shape[1])
+        columns = jnp.where(steps < emission.count[:, None], state.counts[:, None] + steps, state.emitted.shape[1])
+        emitted = state.emitted.at[jnp.arange(tokens.shape[0])[:, None], columns].set(tokens, mode="drop")
+        return dataclasses.replace(
+            state,
+            emitted=emitted,
+            counts=state.counts + emission.count,
+            finished=state.finished | emission.finished,
+        )
 
     def _draw(self, model: CausalLM, state: DecodeState, hidden: Array, positions: Array) -> tuple[Array, Array]:
         logits = model.logits(hidden)

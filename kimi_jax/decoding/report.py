@@ -24,7 +24,7 @@ class Report:
         if not self.seconds:
             self.first_token_seconds, self._first_tokens = progress.seconds, arrived
         self.tokens += arrived
-        self.rounds, self.seconds = progress.rounds, progress.seconds
+        self.rounds, self.seconds = int(progress.snapshot.rounds.max()), progress.seconds
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Bool, Int, PyTree, UInt32
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.cache import Cache, empty_cache
@@ -25,7 +25,7 @@ class DecodeState:
     """The newest token: drawn, not yet run. It stands at position `lengths`."""
     emitted: Int[Array, "requests max_new_tokens"]
     counts: Int[Array, " requests"]
-    """Tokens emitted so far, the anchor included, a stop token not."""
+    """Tokens emitted so far, the anchor and a stop token included."""
     limits: Int[Array, " requests"]
     """Tokens each request may emit."""
     finished: Bool[Array, " requests"]
@@ -33,7 +33,13 @@ class DecodeState:
     """Position at which the logits were not finite, or FINE."""
     keys: UInt32[Array, "requests 2"]
     rounds: Int[Array, " requests"]
-    """Steps in which the request was still running."""
+    """Rounds in which the request was still running."""
+    accepted: Int[Array, "requests lengths"]
+    """Rounds by acceptance length: entry n counts those that gave n tokens."""
+    nodes: Int[Array, " requests"]
+    """Draft tree nodes verified, over all rounds."""
+    context: PyTree
+    """What the drafter keeps of the text; None without one."""
 
 
 @jax.tree_util.register_dataclass
@@ -46,6 +52,8 @@ class Snapshot:
     finished: Bool[Array, " requests"]
     failed: Int[Array, " requests"]
     rounds: Int[Array, " requests"]
+    accepted: Int[Array, "requests lengths"]
+    nodes: Int[Array, " requests"]
 
 
 def initial_state(
@@ -56,8 +64,16 @@ def initial_state(
     capacity: int,
     max_new_tokens: int,
     dtype: DTypeLike,
+    max_depth: int = 0,
+    context: PyTree = None,
 ) -> DecodeState:
-    """Nothing run yet; a request whose limit is 0 is padding and finished from the start."""
+    """Nothing run yet; a request whose limit is 0 is padding and finished from the start.
+
+    Args:
+      capacity: positions of the cache, a round's speculative rows included.
+      max_depth: of the draft trees; a round gives at most one token more.
+      context: the drafter's empty context.
+    """
     requests = limits.shape[0]
     zeros = jnp.zeros(requests, jnp.int32)
     return DecodeState(
@@ -71,22 +87,7 @@ def initial_state(
         failed=jnp.full(requests, FINE, jnp.int32),
         keys=keys,
         rounds=zeros,
-    )
-
-
-def emit(state: DecodeState, tokens: Int[Array, "requests steps"], new: Int[Array, " requests"],
-         stop_ids: tuple[int, ...]) -> DecodeState:  # fmt: skip
-    """Appends the first `new` of `tokens` to each running request's text, up to its limit or a stop token."""
-    steps = jnp.arange(tokens.shape[1])
-    stops = jnp.isin(tokens, jnp.asarray(stop_ids, jnp.int32)) & (steps < new[:, None])
-    before_stop = jnp.where(stops.any(1), jnp.argmax(stops, axis=1), new)
-    taken = jnp.where(state.finished, 0, jnp.minimum(before_stop, state.limits - state.counts))
-    columns = jnp.where(steps < taken[:, None], state.counts[:, None] + steps, state.emitted.shape[1])
-    emitted = state.emitted.at[jnp.arange(tokens.shape[0])[:, None], columns].set(tokens, mode="drop")
-    counts = state.counts + taken
-    return dataclasses.replace(
-        state,
-        emitted=emitted,
-        counts=counts,
-        finished=state.finished | stops.any(1) | (counts >= state.limits),
+        accepted=jnp.zeros((requests, max_depth + 2), jnp.int32),
+        nodes=zeros,
+        context=context,
     )

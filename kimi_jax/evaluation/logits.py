@@ -58,7 +58,7 @@ def logits(
         rows = causal_rows(tokens, lengths, counts)
         output = bound.model(rows, cache)
         full = all_gather(bound.logits(output.hidden), "tp", dimension=2)
-        return commit(cache, output.latents, None, lengths), lengths + counts, full
+        return commit(cache, output.latents, lengths), lengths + counts, full
 
     weights = specs(model, engine.rules)
     run = jax.jit(

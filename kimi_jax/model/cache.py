@@ -34,20 +34,17 @@ def empty_cache(config: ModelConfig, requests: int, capacity: int, dtype: DTypeL
     ]
 
 
-def commit(
-    cache: Cache, rows: list[Latents], path: Int[Array, "requests steps"] | None, lengths: Int[Array, " requests"]
-) -> Cache:
-    """Writes a step's rows, in the order of `path` (all in order where None), behind each request's `lengths`.
+def commit(cache: Cache, rows: list[Latents], lengths: Int[Array, " requests"]) -> Cache:
+    """Writes a step's rows, in order, behind each request's `lengths`.
 
     Rows behind the accepted ones are written too and overwritten by the next step, since its length does not count
     them; what would fall past the capacity is dropped.
     """
 
     def write(cached: Array, new: Array) -> Array:
-        chosen = new if path is None else jnp.take_along_axis(new, path[:, :, None], axis=1)
-        positions = lengths[:, None] + jnp.arange(chosen.shape[1])
+        positions = lengths[:, None] + jnp.arange(new.shape[1])
         requests = jnp.arange(cached.shape[0])[:, None]
-        return cached.at[requests, positions].set(chosen.astype(cached.dtype), mode="drop", unique_indices=True)
+        return cached.at[requests, positions].set(new.astype(cached.dtype), mode="drop", unique_indices=True)
 
     return [
         Latents(write(old.latent, new.latent), write(old.rope, new.rope)) for old, new in zip(cache, rows, strict=True)

@@ -1,0 +1,123 @@
+"""Decoding end to end on the tiny checkpoint, in float32."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kimi_jax.decoding.engine import Engine
+from kimi_jax.decoding.generate import Limits, NonFiniteLogitsError, generate
+from kimi_jax.decoding.sampling import Sampling
+
+GREEDY = Sampling()
+
+
+def texts(engine: Engine, prompts, limits, sampling=GREEDY, seed=0):
+    out = [[] for _ in prompts]
+    for progress in engine.generate(prompts, limits, sampling, seed):
+        for row, new in enumerate(progress.new_tokens):
+            out[row] += new
+    return out
+
+
+@pytest.fixture(scope="module")
+def prompts(reference):
+    ids = reference["input_ids"].tolist()
+    return [ids[0], ids[1][:9], ids[2][:1], ids[0][5:22]]
+
+
+def test_greedy_continuation_is_the_references(engines, reference):
+    ids = reference["greedy_ids"]  # prompts of 8 tokens and what follows them, free of ties and of special tokens
+    assert texts(engines(), ids[:, :8].tolist(), Limits(max_new_tokens=24)) == ids[:, 8:].tolist()
+
+
+@pytest.mark.parametrize("mesh", ["hgx-ib-16", "nvl72"])
+def test_same_text_on_every_mesh(mesh, engines, prompts):
+    limits = Limits(max_new_tokens=10)
+    assert texts(engines(mesh), prompts, limits) == texts(engines(), prompts, limits)
+
+
+def test_a_batch_gives_what_each_prompt_gives_alone(engines, prompts):
+    limits, engine = Limits(max_new_tokens=12), engines()
+    together = texts(engine, prompts, limits)
+    assert together == [texts(engine, [prompt], limits)[0] for prompt in prompts]
+    assert len({tuple(text) for text in together}) == len(prompts)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
+def test_prefill_in_chunks_of_any_size(chunk, engines, prompts):
+    limits = Limits(max_new_tokens=8)
+    expected = texts(engines(), prompts, limits)
+    assert texts(engines(), prompts, dataclasses.replace(limits, prefill_chunk=chunk)) == expected
+
+
+@pytest.mark.parametrize("rounds", [1, 3, 100])
+def test_rounds_per_dispatch_do_not_matter(rounds, engines, prompts):
+    limits = Limits(max_new_tokens=9)
+    expected = texts(engines(), prompts, limits)
+    assert texts(engines(), prompts, dataclasses.replace(limits, rounds_per_dispatch=rounds)) == expected
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_max_new_tokens_is_exact(limit, engines, prompts):
+    assert [len(text) for text in texts(engines(), prompts, Limits(max_new_tokens=limit))] == [limit] * len(prompts)
+
+
+def test_a_stop_token_ends_its_text_and_no_other(engines, prompts):
+    engine = engines()
+    free = texts(engine, prompts, Limits(max_new_tokens=12))
+    stop = free[0][5]
+    programs = dataclasses.replace(engine.programs(GREEDY), stop_ids=(stop,))
+    out = [[] for _ in prompts]
+    for progress in generate(programs, {"target": engine.parameters}, prompts, Limits(max_new_tokens=12)):
+        for row, new in enumerate(progress.new_tokens):
+            out[row] += new
+    for text, unstopped in zip(out, free, strict=True):
+        end = unstopped.index(stop) + 1 if stop in unstopped else len(unstopped)
+        assert text == unstopped[:end]
+    assert any(len(text) < 12 for text in out)
+
+
+def test_sampling_is_reproducible_by_seed_whatever_the_batch_and_the_mesh(engines, prompts):
+    sampling, limits = Sampling(temperature=1.0, top_p=0.95), Limits(max_new_tokens=8)
+    first = texts(engines(), prompts, limits, sampling, seed=3)
+    assert texts(engines(), prompts, limits, sampling, seed=3) == first
+    assert texts(engines(), prompts[:1], limits, sampling, seed=3) == first[:1]
+    assert texts(engines("hgx-ib-16"), prompts, limits, sampling, seed=3) == first
+    assert texts(engines(), prompts, limits, sampling, seed=4) != first
+
+
+def test_a_tiny_temperature_is_greedy(engines, prompts):
+    limits = Limits(max_new_tokens=8)
+    assert texts(engines(), prompts, limits, Sampling(temperature=1e-4)) == texts(engines(), prompts, limits)
+
+
+def test_weights_that_are_not_finite_are_an_error_and_not_a_token(engines, prompts):
+    engine = engines()
+    broken = jax.tree.map(lambda x: x, engine.parameters)
+    broken["model"]["norm"]["weight"] = broken["model"]["norm"]["weight"] * jnp.nan
+    engine = dataclasses.replace(engine, parameters=broken)
+    with pytest.raises(NonFiniteLogitsError, match="prompt 0.*position 23"):
+        texts(engine, prompts[:1], Limits(max_new_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [([], "no prompt"), ([[1], []], "prompt 1 is empty"), ([[1, 576]], "outside 0..575"), ([[1, -1]], "outside")],
+)
+def test_prompts_that_cannot_run_are_refused(bad, message, engines):
+    with pytest.raises(ValueError, match=message):
+        texts(engines(), bad, Limits(max_new_tokens=2))
+
+
+def test_a_prompt_beyond_the_models_positions_is_refused(engines):
+    engine = engines()
+    with pytest.raises(ValueError, match="262144 positions"):
+        texts(engine, [[1, 2]], Limits(max_new_tokens=262_143))
+
+
+@pytest.mark.parametrize("field", ["max_new_tokens", "prefill_chunk", "rounds_per_dispatch"])
+def test_limits_must_be_positive(field):
+    with pytest.raises(ValueError, match=field):
+        Limits(**{field: 0})
