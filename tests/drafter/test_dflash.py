@@ -125,7 +125,7 @@ def test_numpy_agrees_with_the_reference_package():
     for kind in RAW:
         config = DrafterConfig.from_dict(RAW[kind])
         taps = np.concatenate([CASE[f"{kind}/target_hidden_{n}"][0] for n in (1, 2)]).astype(np.float64)
-        got = reference.draft(config, weights_of(kind), CASE[f"{kind}/embed"], taps, 23)
+        got = reference.draft(config, weights_of(kind), CASE[f"{kind}/embed"], taps.reshape(-1, 3, 64), 23)
         close(got, CASE[f"{kind}/hidden_2"][0])
 
 
