@@ -4,5 +4,6 @@ from pallas_kernels.tree_attention.api import tree_attention
 from pallas_kernels.tree_attention.prefill import prefill_attention
 from pallas_kernels.tree_attention.reference import merge
 from pallas_kernels.tree_attention.selection import Choice, Device, choose
+from pallas_kernels.tree_attention.self_check import self_check
 
-__all__ = ["Choice", "Device", "choose", "merge", "prefill_attention", "tree_attention"]
+__all__ = ["Choice", "Device", "choose", "merge", "prefill_attention", "self_check", "tree_attention"]

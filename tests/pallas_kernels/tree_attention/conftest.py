@@ -2,8 +2,6 @@ import os
 
 # The interpreter runs every simulated warp and warpgroup on a thread of XLA's pool: it needs more than two.
 os.environ.setdefault("PJRT_NPROC", "32")
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import numpy as np
 import pytest
