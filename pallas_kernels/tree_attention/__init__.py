@@ -1,9 +1,9 @@
 """MLA tree attention: 1 to 65 rows of a draft tree on a cached latent prefix, in one call."""
 
 from pallas_kernels.tree_attention.api import tree_attention
+from pallas_kernels.tree_attention.checks import self_check
 from pallas_kernels.tree_attention.prefill import prefill_attention
 from pallas_kernels.tree_attention.reference import merge
 from pallas_kernels.tree_attention.selection import Choice, Device, choose
-from pallas_kernels.tree_attention.self_check import self_check
 
 __all__ = ["Choice", "Device", "choose", "merge", "prefill_attention", "self_check", "tree_attention"]
