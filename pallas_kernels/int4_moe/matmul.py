@@ -1,4 +1,4 @@
-"""The grouped product of one call: a persistent kernel whose work list is the active tiles, and its three engines.
+"""The grouped product of one call: a persistent kernel whose work list is the active tiles, around three engines.
 
 A CTA is `warpgroups` computing warpgroups and one that loads. Each computing warpgroup owns two *units* of 64 weight
 rows: for gate and up, the same 64 features of both; for down, two runs of 64 outputs. A work item is one tile of
@@ -7,8 +7,6 @@ through a ring without a gap between items. Weights are the left operand, unpack
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -19,23 +17,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Int
 
 from pallas_kernels.int4_moe import registers
+from pallas_kernels.int4_moe.blackwell import Blackwell
+from pallas_kernels.int4_moe.engine import UNIT, Engine, EngineName, Tile, swizzled
+from pallas_kernels.int4_moe.hopper import Hopper
 from pallas_kernels.int4_moe.registers import GROUP, register_function
 from pallas_kernels.int4_moe.routing import Groups
+from pallas_kernels.int4_moe.warp import Warp
 
-Engine = Literal["mma", "wgmma", "tcgen05"]
-UNIT = 64  # weight rows of a unit
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """Sizes of one kernel. `k_step` is the k of a pipeline stage, `split` the shares k is cut into."""
-
-    engine: Engine
-    rows: int
-    warpgroups: int = 2
-    k_step: int = 256
-    stages: int = 4
-    split: int = 1
+_ENGINES: dict[EngineName, type[Engine]] = {"mma": Warp, "wgmma": Hopper, "tcgen05": Blackwell}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +35,7 @@ class Launch:
     interpret: bool = False
 
 
+Kind = Literal["gate_up", "down"]
 Weights = tuple[Int[Array, "slots out in_words"], BFloat16[Array, "slots out groups"]]
 
 
@@ -71,7 +61,7 @@ def down(
     return jnp.sum(shares, axis=0) if tile.split > 1 else shares[0]
 
 
-def shared_memory_bytes(tile: Tile, kind: Literal["gate_up", "down"]) -> int:
+def shared_memory_bytes(tile: Tile, kind: Kind) -> int:
     """Shared memory of a CTA: the ring's stages and the output staging."""
     weights = 2 * UNIT * tile.warpgroups * (tile.k_step // 2 + tile.k_step // GROUP * 2)
     stage = weights + tile.rows * tile.k_step * 2
@@ -80,7 +70,7 @@ def shared_memory_bytes(tile: Tile, kind: Literal["gate_up", "down"]) -> int:
     return tile.stages * stage + out
 
 
-def _grouped(x, groups: Groups, units: tuple[Weights, Weights], tile: Tile, launch: Launch, kind) -> jax.Array:
+def _grouped(x, groups: Groups, units: tuple[Weights, Weights], tile: Tile, launch: Launch, kind: Kind) -> jax.Array:
     n, wgs, k_step, stages, split = tile.rows, tile.warpgroups, tile.k_step, tile.stages, tile.split
     grouped, k = x.shape
     out_rows = units[0][0].shape[1]
@@ -109,7 +99,7 @@ def _grouped(x, groups: Groups, units: tuple[Weights, Weights], tile: Tile, laun
     )
     ctas = launch.ctas
 
-    def kernel(count, expert, x_ref, w0, s0, w1, s1, out, refs):
+    def kernel(count, expert, x_ref, w0, s0, w1, s1, out, **refs):
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
         items = jnp.maximum(lax.div(count[0] * (m_blocks * split) - cta + (ctas - 1), ctas), 0)
 
@@ -172,12 +162,12 @@ def _grouped(x, groups: Groups, units: tuple[Weights, Weights], tile: Tile, laun
                 for unit, acc in enumerate(accumulators):
                     (values,) = as_output(acc)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous copy has read the staging
-                    _store(refs["out"].at[wg].transpose((1, 0)), values.astype(out_dtype))
+                    _store(refs["staging"].at[wg].transpose((1, 0)), values.astype(out_dtype))
                     plgpu.commit_smem()
                     column = unit_row(m, unit) + wg * UNIT + (unit * out_rows if kind == "gate_up" else 0)
                     rows = pl.ds(pl.multiple_of(t * n, n), n)
                     columns = pl.ds(pl.multiple_of(column, UNIT), UNIT)
-                    plgpu.copy_smem_to_gmem(refs["out"].at[wg], target.at[rows, columns])
+                    plgpu.copy_smem_to_gmem(refs["staging"].at[wg], target.at[rows, columns])
                 return step
 
             steps = lax.fori_loop(0, items, compute_item, jnp.int32(0))
@@ -185,16 +175,16 @@ def _grouped(x, groups: Groups, units: tuple[Weights, Weights], tile: Tile, laun
             plgpu.wait_smem_to_gmem(0)
 
     scratch: dict[str, Any] = {
-        "words": plgpu.SMEM((stages, 2, block, words), jnp.int32, transforms=_swizzled(min(words, 32), 4)),
+        "words": plgpu.SMEM((stages, 2, block, words), jnp.int32, transforms=swizzled(min(words, 32), 4)),
         "scales": plgpu.SMEM((stages, 2, scale_rows, scale_columns), jnp.bfloat16),
-        "x": plgpu.SMEM((stages, n, k_step), jnp.bfloat16, transforms=_swizzled(64, 2)),
-        "out": plgpu.SMEM((wgs, n, UNIT), out_dtype),
+        "x": plgpu.SMEM((stages, n, k_step), jnp.bfloat16, transforms=swizzled(64, 2)),
+        "staging": plgpu.SMEM((wgs, n, UNIT), out_dtype),
         "full": plgpu.Barrier(num_arrivals=5, num_barriers=stages),
         "empty": plgpu.Barrier(num_arrivals=wgs, num_barriers=stages, orders_tensor_core=tile.engine == "tcgen05"),
         **engine.scratch,
     }
     return plgpu.kernel(
-        lambda *refs, **scratch_refs: kernel(*refs, scratch_refs),
+        kernel,
         out_type=out_type,
         grid=(ctas,),
         grid_names=("cta",),
@@ -205,203 +195,8 @@ def _grouped(x, groups: Groups, units: tuple[Weights, Weights], tile: Tile, laun
     )(groups.tile_count, groups.tile_expert, x, *units[0], *units[1])
 
 
-def _swizzled(columns: int, itemsize: int) -> tuple[Any, ...]:
-    return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * itemsize))
-
-
 def _store(ref: Any, values: jax.Array) -> None:
     if hasattr(plgpu, "store"):  # jax 0.12
         plgpu.store(ref, values, optimized=False)
     else:
         ref[...] = values
-
-
-def _load(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
-    return plgpu.load(ref, layout=layout, optimized=optimized)
-
-
-class _Engine:
-    """One way to multiply a stage; `multiply` runs an item's k steps and returns both units' (64, n) sums.
-
-    A stage is worked on in chunks of k, which bounds the registers in use.
-    """
-
-    largest_chunk = 128
-
-    def __init__(self, tile: Tile, interpret: bool) -> None:
-        self.tile, self.interpret = tile, interpret
-        self.step_groups = tile.k_step // GROUP
-        self.chunk = min(self.largest_chunk, tile.k_step)
-        self.chunks = tile.k_step // self.chunk
-        self.scale_layout = registers.scale_layout(self.step_groups)
-        self.scratch: dict[str, Any] = {}
-        self.setup()
-
-    def setup(self) -> None:
-        """Fill `scratch` and make the register functions."""
-        raise NotImplementedError
-
-    def chunk_groups(self) -> list[range]:
-        per_chunk = self.chunk // GROUP
-        return [range(c * per_chunk, (c + 1) * per_chunk) for c in range(self.chunks)]
-
-    def weights(self, refs: Any, slot: jax.Array, wg: jax.Array) -> list[jax.Array]:
-        """Words of both units and scales of both units, in registers."""
-        lines, _ = registers.scale_shape(UNIT, self.step_groups)
-        words = [_load(refs["words"].at[slot, u, pl.ds(wg * UNIT, UNIT)], registers.WORDS) for u in range(2)]
-        scales = [
-            _load(refs["scales"].at[slot, u, pl.ds(wg * lines, lines)], self.scale_layout, optimized=False)
-            for u in range(2)
-        ]
-        return [*words, *scales]
-
-    def release(self, refs: Any, slot: jax.Array) -> None:
-        # Orders this warpgroup's reads before the next bulk copy's write, which goes through the async proxy.
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(refs["empty"].at[slot])
-
-    def multiply(self, refs: Any, wg: jax.Array, step: jax.Array, k_steps: int):
-        raise NotImplementedError
-
-    def finish(self, refs: Any, wg: jax.Array, steps: jax.Array) -> None:
-        """Leave every barrier of the engine balanced."""
-
-
-class _Mma(_Engine):
-    """Warp-level mma.sync: for few rows, on every card from sm_80 on; here with the bulk copies of sm_90 and later."""
-
-    def setup(self) -> None:
-        n = self.tile.rows
-        acc = ((UNIT, n), jnp.float32, registers.ACC)
-        layouts = [registers.ACC] * 2 + [registers.WORDS] * 2 + [self.scale_layout] * 2 + [registers.ROWS]
-        self.multiply_chunk = [
-            register_function(registers.mma_units(n, groups), layouts, [acc, acc], interpret=self.interpret)
-            for groups in self.chunk_groups()
-        ]
-
-    def multiply(self, refs: Any, wg: jax.Array, step: jax.Array, k_steps: int):
-        def k_step(_, carry):
-            step, *acc = carry
-            slot = lax.rem(step, self.tile.stages)
-            plgpu.barrier_wait(refs["full"].at[slot])
-            weights = self.weights(refs, slot, wg)
-            for chunk, multiply_chunk in enumerate(self.multiply_chunk):
-                x = _load(refs["x"].at[slot, :, pl.ds(chunk * self.chunk, self.chunk)], registers.ROWS)
-                acc = multiply_chunk(*acc, *weights, x)
-            self.release(refs, slot)
-            return step + 1, *acc
-
-        zero = plgpu.layout_cast(jnp.zeros((UNIT, self.tile.rows), jnp.float32), registers.ACC)
-        step, *acc = lax.fori_loop(0, k_steps, k_step, (step, zero, zero))
-        return step, acc
-
-
-class _Wgmma(_Engine):
-    """Hopper's warpgroup instruction, bfloat16(q·scale) in registers as its left operand."""
-
-    largest_chunk = 64  # both units' left operands are in registers at once
-
-    def setup(self) -> None:
-        layouts = [registers.WORDS] * 2 + [self.scale_layout] * 2
-        unit = ((UNIT, self.chunk), jnp.bfloat16, plgpu.Layout.WGMMA)
-        self.dequantize = _dequantizers(self, layouts, [unit, unit], interleave=False)
-        if self.interpret:  # the interpreter has no left operand in registers
-            shape = (self.tile.warpgroups, 2, UNIT, self.chunk)
-            self.scratch["left"] = plgpu.SMEM(shape, jnp.bfloat16, transforms=_swizzled(64, 2))
-
-    def multiply(self, refs: Any, wg: jax.Array, step: jax.Array, k_steps: int):
-        def scope(*sums: Any):
-            def k_step(_, step):
-                slot = lax.rem(step, self.tile.stages)
-                plgpu.barrier_wait(refs["full"].at[slot])
-                weights = self.weights(refs, slot, wg)
-                for chunk, dequantize in enumerate(self.dequantize):
-                    right = refs["x"].at[slot, :, pl.ds(chunk * self.chunk, self.chunk)].transpose((1, 0))
-                    for unit, left in enumerate(dequantize(*weights)):
-                        if self.interpret:
-                            refs["left"][wg, unit] = left
-                            plgpu.commit_smem()
-                            left = refs["left"].at[wg, unit]
-                        plgpu.wgmma(sums[unit], left, right)
-                        plgpu.wgmma_wait(1)  # the other unit's product stays in flight
-                plgpu.wgmma_wait(0)
-                self.release(refs, slot)
-                return step + 1
-
-            step_after = lax.fori_loop(0, k_steps, k_step, step)
-            return step_after, sums[0][...], sums[1][...]
-
-        acc = plgpu.ACC((UNIT, self.tile.rows), jnp.float32)
-        step, *acc = pl.run_scoped(scope, acc, acc)
-        return step, acc
-
-
-class _Tcgen05(_Engine):
-    """Blackwell's tensor core: bfloat16(q·scale) goes to tensor memory, both units as one left operand of 128 rows."""
-
-    def setup(self) -> None:
-        n, wgs = self.tile.rows, self.tile.warpgroups
-        self.buffers = min(self.chunks, 2)
-        assert self.chunks % self.buffers == 0, self.tile
-        layouts = [registers.WORDS] * 2 + [self.scale_layout] * 2
-        left = ((2 * UNIT, self.chunk), jnp.bfloat16, plgpu.Layout.TCGEN05)
-        self.dequantize = _dequantizers(self, layouts, [left], interleave=True)
-        acc = ((UNIT, n), jnp.float32, registers.ACC)
-        self.split = register_function(
-            registers.split_units, [plgpu.Layout.TCGEN05], [acc, acc], interpret=self.interpret
-        )
-        self.scratch = {
-            "left": plgpu.TMEM((2 * UNIT, wgs * self.buffers * self.chunk), jnp.bfloat16, packed=True),
-            "sums": plgpu.TMEM((2 * UNIT, wgs * n), jnp.float32),
-            "multiplied": plgpu.Barrier(num_barriers=(wgs, self.buffers), orders_tensor_core=True),
-            "summed": plgpu.Barrier(num_barriers=(wgs,), orders_tensor_core=True),
-        }
-
-    def multiply(self, refs: Any, wg: jax.Array, step: jax.Array, k_steps: int):
-        sums = refs["sums"].at[:, pl.ds(wg * self.tile.rows, self.tile.rows)]
-
-        def k_step(j, step):
-            slot = lax.rem(step, self.tile.stages)
-            plgpu.barrier_wait(refs["full"].at[slot])
-            weights = self.weights(refs, slot, wg)
-            for chunk, dequantize in enumerate(self.dequantize):
-                buffer = chunk % self.buffers
-                done = refs["multiplied"].at[wg, buffer]
-                left_ref = refs["left"].at[:, pl.ds((wg * self.buffers + buffer) * self.chunk, self.chunk)]
-                right = refs["x"].at[slot, :, pl.ds(chunk * self.chunk, self.chunk)].transpose((1, 0))
-                (left,) = dequantize(*weights)
-                # The buffer's previous product must have read it.
-                pl.when((step > 0) | (chunk >= self.buffers))(functools.partial(plgpu.barrier_wait, done))
-                plgpu.async_store_tmem(left_ref, left)
-                plgpu.commit_tmem()
-                plgpu.tcgen05_mma(sums, left_ref, right, done, accumulate=(j > 0) | (chunk > 0))
-            plgpu.commit_smem()
-            plgpu.tcgen05_commit_arrive(refs["empty"].at[slot])  # fires when the products have read the activations
-            return step + 1
-
-        step = lax.fori_loop(0, k_steps, k_step, step)
-        plgpu.tcgen05_commit_arrive(refs["summed"].at[wg])
-        plgpu.barrier_wait(refs["summed"].at[wg])
-        acc = plgpu.async_load_tmem(sums, layout=plgpu.Layout.TCGEN05)
-        plgpu.wait_load_tmem()
-        return step, self.split(acc)
-
-    def finish(self, refs: Any, wg: jax.Array, steps: jax.Array) -> None:
-        @pl.when(steps > 0)
-        def _():
-            for buffer in range(self.buffers):
-                plgpu.barrier_wait(refs["multiplied"].at[wg, buffer])
-
-
-def _dequantizers(
-    engine: _Engine, layouts: Sequence[Any], results: Sequence[Any], *, interleave: bool
-) -> list[Callable[..., Sequence[jax.Array]]]:
-    return [
-        register_function(
-            registers.dequantize_units(groups, interleave=interleave), layouts, results, interpret=engine.interpret
-        )
-        for groups in engine.chunk_groups()
-    ]
-
-
-_ENGINES: dict[str, type[_Engine]] = {"mma": _Mma, "wgmma": _Wgmma, "tcgen05": _Tcgen05}
