@@ -5,16 +5,23 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from meshes.devices import build_mesh, select_devices, use_cpu_if_no_gpu
+from meshes.hardware import GPU, GPUS
 from meshes.presets import Preset, preset
 
-BUNDLED_CHECKPOINT = Path(__file__).parent / "assets" / "tiny_random"
+if TYPE_CHECKING:
+    from kimi_jax.decoding.engine import Engine
+
+ASSETS = Path(__file__).parent / "assets"
+BUNDLED_CHECKPOINT = ASSETS / "tiny_random"
+BUNDLED_DRAFTER = ASSETS / "tiny_random_drafter"
+"""Drafts for the bundled checkpoint."""
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 
@@ -41,8 +48,20 @@ class MeshOptions:
         return preset(self.mesh).with_axes(dp=self.dp, ep=self.ep, tp=self.tp)
 
 
-def open_engine(options: MeshOptions, console: Console):
-    """Selects devices, loads the checkpoint with a progress bar and returns the engine and what ran where."""
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A checkpoint on its mesh, and what a report says of both."""
+
+    engine: "Engine"
+    machine: Preset
+    where: str
+    """Machine, layout, devices and type."""
+    gpu: GPU
+    """The GPU in use, or the one a simulated machine would have."""
+
+
+def open_engine(options: MeshOptions, console: Console, drafter: Path | None = None) -> Opened:
+    """Selects devices and loads the checkpoint, and a drafter if given, with a progress bar."""
     use_cpu_if_no_gpu()
     import jax.numpy as jnp  # after the platform is known, or the CUDA plugin would log its search for a driver
 
@@ -53,7 +72,6 @@ def open_engine(options: MeshOptions, console: Console):
     console.print(devices.notice, style="dim", highlight=False)
     mesh = build_mesh(machine, devices.devices)
     name = options.dtype if options.dtype != "auto" else "float32" if devices.simulated else "bfloat16"
-    dtype = jnp.dtype(name)
     columns = (TextColumn("loading {task.fields[name]}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("load", total=None, name=options.checkpoint.name)
@@ -61,10 +79,13 @@ def open_engine(options: MeshOptions, console: Console):
             options.checkpoint,
             mesh,
             machine.layout,
-            dtype,
+            jnp.dtype(name),
+            drafter,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    return engine, f"{devices.notice}, {name}"
+    kind = devices.devices[0].device_kind
+    gpu = next((GPUS[name] for name in machine.gpu_names if kind.startswith(GPUS[name].device_kind)), None)
+    return Opened(engine, machine, f"{devices.notice}, {name}", gpu or GPUS[machine.gpu_names[0]])
 
 
 @contextlib.contextmanager

@@ -9,16 +9,27 @@ Examples:
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
 
 from kimi_jax.chat import Piece, Response, ResponseStream
-from kimi_jax.cli import MeshOptions, errors_in_one_line, open_engine
+from kimi_jax.cli import (
+    BUNDLED_CHECKPOINT,
+    BUNDLED_DRAFTER,
+    MeshOptions,
+    Opened,
+    errors_in_one_line,
+    open_engine,
+)
 from kimi_jax.prompts import Prompt, encode, read_prompts
 from kimi_jax.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from kimi_jax.ddtree.budget import CostTable
 
 FORM = tyro.conf.create_mutex_group(required=False, title="prompt form")
 MODE = tyro.conf.create_mutex_group(required=False, title="thinking")
@@ -54,6 +65,19 @@ class Options(MeshOptions):
     """Leave out tokens below this fraction of the most likely token's probability."""
     seed: int = 0
     """Same seed, same text, whatever the mesh and the batch (in float32)."""
+    speculation: Literal["none", "chain", "ddtree"] | None = None
+    """Draft nothing, the drafter's best chain, or its best tree; ddtree wherever there is a drafter."""
+    drafter: Path | None = None
+    """Directory of a DFlash drafter made for the checkpoint; the bundled checkpoint has a bundled one."""
+    budget: int | Literal["auto"] = 16
+    """Draft tree nodes verified each round. auto weighs expected tokens against the estimated cost of each node on
+    this machine's GPUs, and stops drafting where it does not pay."""
+    keep_chain: bool = False
+    """Always verify the drafter's best chain, and spend the rest of the budget on the best other prefixes."""
+    share_budget: bool = False
+    """Verify the best prefixes over all prompts of a device group instead of the same number for each."""
+    synthetic_acceptance: float | None = None
+    """Pretend this mean acceptance length, to measure throughput. The text is then meaningless."""
     json: bool = False
     """Print one JSON object at the end instead of streaming text."""
 
@@ -152,8 +176,19 @@ def main(options: Options) -> None:
     status = Console(stderr=True, quiet=options.json, soft_wrap=True)
     with errors_in_one_line(Console(stderr=True)):
         prompts = gather_prompts(options)
-        engine, where = open_engine(options, status)
+        drafter = options.drafter or (BUNDLED_DRAFTER if options.checkpoint == BUNDLED_CHECKPOINT else None)
+        kind = options.speculation or ("none" if drafter is None else "ddtree")
+        if kind != "none" and drafter is None:
+            raise ValueError(
+                f"--speculation {kind} needs --drafter DIR: the folder of a drafter made for this checkpoint"
+            )
+        opened = open_engine(options, status, drafter if kind != "none" else None)
+        engine = opened.engine
+        if options.synthetic_acceptance is not None:
+            warning = f"synthetic acceptance {options.synthetic_acceptance}: THE TEXT IS MEANINGLESS, only speed counts"
+            Console(stderr=True).print(warning, style="bold red")
 
+        from kimi_jax.decoding.engine import Draft
         from kimi_jax.decoding.generate import Limits
         from kimi_jax.decoding.report import Report
         from kimi_jax.decoding.sampling import Sampling
@@ -161,11 +196,13 @@ def main(options: Options) -> None:
         thinking = not options.instant
         sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
         limits = Limits(max_new_tokens=options.max_new_tokens)
+        draft = Draft(kind, options.budget, options.keep_chain, options.share_budget, options.synthetic_acceptance)
         ids = encode(prompts, engine.tokenizer, raw=options.raw, thinking=thinking, system=options.system)
         readers = [Reader(engine.tokenizer, engine.stop_ids, raw=options.raw, thinking=thinking) for _ in prompts]
         screen, report = Screen(prompts, readers), Report(len(prompts))
+        costs = round_costs_of(opened, context=max(map(len, ids)) + options.max_new_tokens)
         with status.status("compiling") as spinner:
-            for progress in engine.generate(ids, limits, sampling, options.seed):
+            for progress in engine.generate(ids, limits, sampling, options.seed, draft, costs):
                 spinner.stop()
                 report.add(progress)
                 for reader, new, finished in zip(readers, progress.new_tokens, progress.finished, strict=True):
@@ -173,12 +210,34 @@ def main(options: Options) -> None:
                 if not options.json:
                     screen.update()
         status.print(report.summary(), style="dim", highlight=False)
+        if kind != "none":
+            status.print(report.table())
         if options.json:
             results = [
                 result(prompt, prompt_ids, reader)
                 for prompt, prompt_ids, reader in zip(prompts, ids, readers, strict=True)
             ]
-            print(json.dumps({"results": results, "summary": report.as_dict() | {"ran": where}}, ensure_ascii=False))
+            print(
+                json.dumps(
+                    {"results": results, "summary": report.as_dict() | {"ran": opened.where, "speculation": kind}},
+                    ensure_ascii=False,
+                )
+            )
+
+
+def round_costs_of(opened: Opened, context: int) -> "Callable[[int], CostTable]":
+    """Requests to the estimated costs of a round on the machine's GPUs."""
+
+    def costs(requests: int) -> "CostTable":
+        from kimi_jax.estimator.rounds import round_costs
+
+        engine = opened.engine
+        assert engine.drafter is not None
+        return round_costs(
+            opened.machine, opened.gpu, engine.config, engine.drafter.config, requests=requests, context=context
+        )
+
+    return costs
 
 
 def result(prompt: Prompt, prompt_ids: list[int], reader: Reader) -> dict[str, Any]:

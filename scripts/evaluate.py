@@ -32,17 +32,17 @@ def run_logits(options: LogitsOptions) -> None:
     with errors_in_one_line(status):
         if options.output.suffix != ".npz":
             raise ValueError(f"{options.output}: the output is an NPZ file, so its name must end in .npz")
-        engine, where = open_engine(options, status)
+        opened = open_engine(options, status)
 
         from kimi_jax.evaluation.logits import logits, read_ids
 
-        sequences = read_ids(options.input_ids, engine.config.vocab_size)
+        sequences = read_ids(options.input_ids, opened.engine.config.vocab_size)
         with Progress(console=status, transient=True) as bar:
             task = bar.add_task("tokens", total=len(sequences[0]))
-            values = logits(engine, sequences, lambda done, total: bar.update(task, completed=done))
+            values = logits(opened.engine, sequences, lambda done, total: bar.update(task, completed=done))
         np.savez(options.output, logits=values)
         shape = " × ".join(map(str, values.shape))
-        status.print(f"{options.output}: logits {shape} float32 ({where})", style="dim", highlight=False)
+        status.print(f"{options.output}: logits {shape} float32 ({opened.where})", style="dim", highlight=False)
 
 
 if __name__ == "__main__":

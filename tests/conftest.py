@@ -30,6 +30,8 @@ jax.config.update("jax_num_cpu_devices", 72)
 TESTS = Path(__file__).parent
 ASSETS = TESTS.parent / "kimi_jax" / "assets"
 
+DRAFTER = ASSETS / "tiny_random_drafter"
+
 MESHES = {
     "local": preset("local"),
     "hgx-ib-16": preset("hgx-ib-16"),
@@ -56,7 +58,7 @@ def engines():
         if key not in opened:
             machine = MESHES[mesh]
             opened[key] = open_checkpoint(
-                checkpoint, build_mesh(machine, jax.devices()), machine.layout, jnp.dtype(dtype)
+                checkpoint, build_mesh(machine, jax.devices()), machine.layout, jnp.dtype(dtype), DRAFTER
             )
         return opened[key]
 
@@ -76,7 +78,13 @@ def run_forward(engine: Engine, rows: Rows, cache=None, *, taps=(), expanded=Non
     count = rows.tokens.shape[0]
     multiple = engine.mesh.shape["dp"] * engine.mesh.shape["ep"]
     padded = -(-count // multiple) * multiple
-    pad = lambda x: np.pad(np.asarray(x), [(0, padded - count), *[(0, 0)] * (x.ndim - 1)])
+
+    def pad(x):
+        return np.pad(np.asarray(x), [(0, padded - count), *[(0, 0)] * (x.ndim - 1)])
+
+    def place(x):
+        return jax.device_put(x, NamedSharding(engine.mesh, REQUESTS))
+
     rows = jax.tree.map(pad, rows)
     cache = jax.tree.map(pad, cache) if cache else empty_cache(engine.config, padded, 0, engine.dtype)
 
@@ -89,9 +97,9 @@ def run_forward(engine: Engine, rows: Rows, cache=None, *, taps=(), expanded=Non
         forward, mesh=engine.mesh, in_specs=(specs(engine.model, engine.rules), REQUESTS, REQUESTS),
         out_specs=REQUESTS, check_vma=False,
     )  # fmt: skip
-    place = lambda x: jax.device_put(x, NamedSharding(engine.mesh, REQUESTS))
     with jax.default_matmul_precision("highest"):
-        logits, output = jax.jit(mapped)(engine.parameters, jax.tree.map(place, rows), jax.tree.map(place, cache))
+        placed = jax.tree.map(place, (rows, cache))
+        logits, output = jax.jit(mapped)(engine.parameters["target"], *placed)
     return Forward(np.asarray(logits)[:count], jax.tree.map(lambda x: np.asarray(x)[:count], output))
 
 

@@ -5,6 +5,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,13 @@ from jax.typing import DTypeLike
 
 from kimi_jax.checkpoint import huggingface
 from kimi_jax.config import ModelConfig
+from kimi_jax.ddtree.budget import ROW_COUNTS, CostTable
 from kimi_jax.decoding.generate import Limits, Progress, generate
 from kimi_jax.decoding.programs import Programs
 from kimi_jax.decoding.sampling import Sampling
+from kimi_jax.decoding.speculation import DFlashSpeculation, NoSpeculation, Speculation
+from kimi_jax.drafter.dflash import DFlash
+from kimi_jax.drafter.loader import load_drafter
 from kimi_jax.model.transformer import CausalLM
 from kimi_jax.parallel.exchange import allgather
 from kimi_jax.parallel.placement import even_placement
@@ -29,18 +34,49 @@ STOP_TOKENS = ("<|im_end|>", "[EOS]")
 
 EXCHANGES = {"allgather": allgather}
 
+Costs = Callable[[int], CostTable]
+"""Requests of a batch, over the whole mesh, to what a round costs by its rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """How to speculate."""
+
+    kind: Literal["none", "chain", "ddtree"] = "ddtree"
+    budget: int | Literal["auto"] = "auto"
+    """Tree nodes a request, the root not counted; auto weighs expected tokens against cost every round."""
+    keep_chain: bool = False
+    """Always verify the argmax chain; the rest of the budget goes to the best other prefixes."""
+    shared: bool = False
+    """One budget for a device group's requests together."""
+    synthetic: float | None = None
+    """Mean acceptance length to pretend."""
+
+    def __post_init__(self) -> None:
+        if self.budget != "auto" and self.budget < 0:
+            raise ValueError(f"budget is {self.budget}; a tree has 0 nodes or more")
+        if self.synthetic is not None and self.synthetic < 1:
+            raise ValueError(f"synthetic acceptance is {self.synthetic}; every round gives at least 1 token")
+
+
+PLAIN = Draft(kind="none")
+MOST_NODES = ROW_COUNTS[-1] - 1
+"""Tree nodes that `auto` chooses from."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """Model, weights and tokenizer of one checkpoint, laid out on one mesh."""
+    """Model, weights and tokenizer of one checkpoint, and perhaps a drafter, laid out on one mesh."""
 
     model: CausalLM
     parameters: Parameters
+    """`target`, and `drafter` where there is one."""
     tokenizer: Tokenizer
     mesh: Mesh
     rules: Rules
     dtype: DTypeLike
     load_seconds: float
+    drafter: DFlash | None = None
 
     @property
     def config(self) -> ModelConfig:
@@ -53,24 +89,64 @@ class Engine:
         return tuple(sorted({*self.config.eos_token_ids, *(self.tokenizer.special_id(name) for name in STOP_TOKENS)}))
 
     @functools.cached_property
-    def _programs(self) -> dict[Sampling, Programs]:
+    def _programs(self) -> dict[tuple[Sampling, Draft, int], Programs]:
         return {}
 
-    def programs(self, sampling: Sampling) -> Programs:
-        """The programs for one way of sampling, compiled once."""
-        if sampling not in self._programs:
-            self._programs[sampling] = Programs(
-                self.model, self.mesh, self.rules, sampling, self.stop_ids, self.dtype
+    def programs(
+        self, sampling: Sampling, draft: Draft = PLAIN, requests: int = 1, costs: Costs | None = None
+    ) -> Programs:
+        """The programs for one way of sampling and drafting, compiled once.
+
+        Raises:
+          ValueError: drafting without a drafter, or an automatic budget without costs.
+        """
+        key = (sampling, draft, requests if draft.budget == "auto" else 0)
+        if key not in self._programs:
+            speculation = self._speculation(draft, requests, costs)
+            self._programs[key] = Programs(
+                self.model, self.mesh, self.rules, sampling, self.stop_ids, self.dtype, speculation
             )
-        return self._programs[sampling]
+        return self._programs[key]
+
+    def _speculation(self, draft: Draft, requests: int, costs: Costs | None) -> Speculation:
+        if draft.kind == "none" or draft.budget == 0:
+            return NoSpeculation()
+        if self.drafter is None:
+            raise ValueError(f"speculation {draft.kind} needs a drafter: open the checkpoint with one")
+        longest = self.drafter.config.block_size - 1
+        if draft.kind == "chain":
+            budget, table = longest if draft.budget == "auto" else min(draft.budget, longest), None
+        elif draft.budget == "auto":
+            if costs is None:
+                raise ValueError("an automatic budget needs costs: give them, or a number of nodes")
+            budget, table = MOST_NODES, costs(requests)
+        else:
+            budget, table = draft.budget, None
+        return DFlashSpeculation(
+            drafter=self.drafter,
+            shape="chain" if draft.kind == "chain" else "tree",
+            budget=budget,
+            costs=table,
+            keep_chain=draft.keep_chain or draft.synthetic is not None,
+            shared=draft.shared,
+            synthetic=draft.synthetic,
+            tp=self.mesh.shape["tp"],
+        )
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], limits: Limits, sampling: Sampling, seed: int = 0
+        self,
+        prompts: Sequence[Sequence[int]],
+        limits: Limits,
+        sampling: Sampling,
+        seed: int = 0,
+        draft: Draft = PLAIN,
+        costs: Costs | None = None,
     ) -> Iterator[Progress]:
         """Decodes a batch of prompts given as ids; see `decoding.generate`."""
+        programs = self.programs(sampling, draft, len(prompts), costs)
         # On GPUs float32 matrix products would be rounded to TF32 otherwise; bfloat16 ones do not change.
         with jax.default_matmul_precision("highest"):
-            yield from generate(self.programs(sampling), {"target": self.parameters}, prompts, limits, seed)
+            yield from generate(programs, self.parameters, prompts, limits, seed)
 
 
 def model_for(config: ModelConfig, layout: Layout) -> CausalLM:
@@ -100,9 +176,12 @@ def open_checkpoint(
     mesh: Mesh,
     layout: Layout,
     dtype: DTypeLike = jnp.bfloat16,
+    drafter: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Engine:
-    """Reads a checkpoint directory onto a mesh; `progress` is told of the bytes read and of those in all.
+    """Reads a checkpoint directory, and a drafter's, onto a mesh.
+
+    `progress` is told of the target's bytes read and of those in all.
 
     Raises:
       ConfigError, LayoutError, TokenizerError, CheckpointError: naming the file and field that does not fit.
@@ -111,16 +190,21 @@ def open_checkpoint(
     config = ModelConfig.from_json(checkpoint)
     model = model_for(config, layout)
     tokenizer = Tokenizer.from_directory(checkpoint, vocab_size=config.vocab_size)
-    parameters = huggingface.load(
+    places = rules(layout)
+    parameters: Parameters = {}
+    module = None
+    if drafter is not None:  # first: it is small, and one that does not fit is refused before the long read
+        module, parameters["drafter"] = load_drafter(drafter, config, mesh, places, dtype=dtype)
+    parameters["target"] = huggingface.load(
         checkpoint,
         model,
         config.key_prefix,
         mesh,
-        rules(layout),
+        places,
         dtype=dtype,
         num_experts=config.n_routed_experts,
         slot_experts=model.placement.slot_experts,
         progress=progress,
     )
     seconds = time.perf_counter() - started
-    return Engine(model, parameters, tokenizer, mesh, rules(layout), dtype, seconds)
+    return Engine(model, parameters, tokenizer, mesh, places, dtype, seconds, module)

@@ -67,6 +67,7 @@ def generate(
     check_prompts(prompts, config.vocab_size, config.max_position_embeddings, limits.max_new_tokens)
     multiple = programs.request_multiple
     requests = -(-len(prompts) // multiple) * multiple
+    parameters = {name: parameters[name] for name in programs.needs}
     longest = max(map(len, prompts))
     chunk = min(limits.prefill_chunk, _power_of_two(longest))
     steps = programs.speculation.max_depth + 1

@@ -10,14 +10,15 @@ tokens, and commits the accepted path. Without a drafter the tree is its root: t
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kimi_jax.ddtree.acceptance import Acceptance, emit, walk
+from kimi_jax.ddtree.acceptance import Acceptance, emit
 from kimi_jax.ddtree.tree import DraftTree
 from kimi_jax.decoding.sampling import Sampling, next_tokens
 from kimi_jax.decoding.speculation import NoSpeculation, Speculation
@@ -66,6 +67,11 @@ class Programs:
         """Batches are padded to a multiple of this."""
         return self.mesh.shape["dp"] * self.mesh.shape["ep"]
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The parts of the parameters that the programs take."""
+        return ("target",) if self.speculation.drafter is None else ("target", "drafter")
+
     def _compile(
         self, function: Callable, in_specs: tuple, out_specs: object, donate: tuple[int, ...] = ()
     ) -> Callable:
@@ -76,8 +82,15 @@ class Programs:
     def _weights(self) -> Parameters:
         weights: Parameters = {"target": specs(self.model, self.rules)}
         if self.speculation.drafter is not None:
-            weights["drafter"] = specs(self.speculation.drafter, self.speculation.rules(self.rules))
+            weights["drafter"] = specs(self.speculation.drafter, self.rules)
         return weights
+
+    @functools.cached_property
+    def _state(self) -> DecodeState:
+        """How a state lies on the mesh."""
+        places: dict[str, Any] = {field.name: REQUESTS for field in dataclasses.fields(DecodeState)}
+        places["context"] = self.speculation.context_spec
+        return DecodeState(**places)
 
     def _bind(self, parameters: Parameters) -> tuple[CausalLM, Speculation]:
         model = bind(self.model, parameters["target"])
@@ -87,26 +100,20 @@ class Programs:
     def start(self) -> Callable[..., DecodeState]:
         """`start(keys, limits, capacity=…, max_new_tokens=…)`: the state before anything has run."""
 
-        @functools.partial(jax.jit, static_argnames=("capacity", "max_new_tokens"))
         def start(keys: Array, limits: Array, *, capacity: int, max_new_tokens: int) -> DecodeState:
-            def local(keys: Array, limits: Array) -> DecodeState:
-                return initial_state(
-                    self.model.config,
-                    keys=keys,
-                    limits=limits,
-                    capacity=capacity,
-                    max_new_tokens=max_new_tokens,
-                    dtype=self.dtype,
-                    max_depth=self.speculation.max_depth,
-                    context=self.speculation.empty_context(limits.shape[0], self.dtype),
-                )
-
-            mapped = jax.shard_map(
-                local, mesh=self.mesh, in_specs=(REQUESTS, REQUESTS), out_specs=REQUESTS, check_vma=False
+            return initial_state(
+                self.model.config,
+                keys=keys,
+                limits=limits,
+                capacity=capacity,
+                max_new_tokens=max_new_tokens,
+                dtype=self.dtype,
+                max_depth=self.speculation.max_depth,
+                context=self.speculation.empty_context(limits.shape[0], capacity, self.dtype),
             )
-            return mapped(keys, limits)
 
-        return start
+        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._state)
+        return jax.jit(start, static_argnames=("capacity", "max_new_tokens"), out_shardings=shardings)
 
     @functools.cached_property
     def prefill(self) -> Callable[[Parameters, DecodeState, Array, Array], DecodeState]:
@@ -135,8 +142,8 @@ class Programs:
             )
             return _record_failure(state, run & ~finite[:, 0])
 
-        in_specs = (self._weights, REQUESTS, REQUESTS, REQUESTS)
-        return self._compile(prefill, in_specs, REQUESTS, donate=(1,))
+        in_specs = (self._weights, self._state, REQUESTS, REQUESTS)
+        return self._compile(prefill, in_specs, self._state, donate=(1,))
 
     @functools.cached_property
     def decode(self) -> Callable[[Parameters, DecodeState, Array], tuple[DecodeState, Snapshot]]:
@@ -164,14 +171,14 @@ class Programs:
             kept = {field.name: getattr(state, field.name) for field in dataclasses.fields(Snapshot)}
             return state, Snapshot(**{name: all_gather(x, BATCH_AXES) for name, x in kept.items()})
 
-        in_specs = (self._weights, REQUESTS, REPLICATED)
-        return self._compile(decode, in_specs, (REQUESTS, REPLICATED), donate=(1,))
+        in_specs = (self._weights, self._state, REPLICATED)
+        return self._compile(decode, in_specs, (self._state, REPLICATED), donate=(1,))
 
     def _round(self, model: CausalLM, speculation: Speculation, state: DecodeState) -> DecodeState:
         """Draft, verify, accept, commit."""
         active = ~state.finished
         tree = speculation.propose(model, state)
-        verified = speculation.verify(tree, active, functools.partial(self._verify, model, speculation, state))
+        verified = speculation.verify(tree, functools.partial(self._verify, model, speculation, state))
         acceptance = verified.acceptance
         accepted = jnp.where(active, acceptance.length, 0)
         state = dataclasses.replace(
@@ -198,7 +205,7 @@ class Programs:
         )
         output = model.model(rows, state.cache, speculation.tap_layers)
         drawn, finite = self._draw(model, state, output.hidden, rows.positions)
-        acceptance = jax.vmap(walk)(tree, drawn)
+        acceptance = speculation.accept(tree, drawn, state)
 
         def on_path(x: Array) -> Array:
             return jnp.take_along_axis(x, acceptance.path[..., None], axis=1)

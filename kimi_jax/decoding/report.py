@@ -1,9 +1,13 @@
-"""What a run of decoding did, in numbers: for the one-line summary and for `--json`."""
+"""What a run of decoding did, in numbers: the one-line summary, the acceptance table and the JSON form."""
 
 import dataclasses
 from typing import Any
 
+import numpy as np
+from rich.table import Table
+
 from kimi_jax.decoding.generate import Progress
+from kimi_jax.decoding.state import Snapshot
 
 
 @dataclasses.dataclass
@@ -12,10 +16,11 @@ class Report:
 
     prompts: int
     tokens: int = 0
-    rounds: int = 0
     first_token_seconds: float = 0.0
     """From the start to the first dispatch's tokens: prefill, and compilation where nothing was compiled before."""
     seconds: float = 0.0
+    snapshot: Snapshot | None = None
+    """The device's counts after the last dispatch."""
     _first_tokens: int = 0
 
     def add(self, progress: Progress) -> None:
@@ -24,7 +29,36 @@ class Report:
         if not self.seconds:
             self.first_token_seconds, self._first_tokens = progress.seconds, arrived
         self.tokens += arrived
-        self.rounds, self.seconds = int(progress.snapshot.rounds.max()), progress.seconds
+        self.seconds, self.snapshot = progress.seconds, progress.snapshot
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the prompt that took most."""
+        return 0 if self.snapshot is None else int(np.max(self.snapshot.rounds))
+
+    @property
+    def histogram(self) -> np.ndarray:
+        """Entry n counts the rounds, over all prompts, with acceptance length n."""
+        return np.zeros(2, int) if self.snapshot is None else np.asarray(self.snapshot.accepted).sum(0)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens a round gave on average: accepted drafts and the target's own token after them."""
+        histogram = self.histogram
+        return float(histogram @ np.arange(len(histogram)) / max(histogram.sum(), 1))
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """For each draft position, how often it was accepted among the rounds that accepted the one before."""
+        at_least = np.cumsum(self.histogram[::-1])[::-1]
+        return [float(at_least[n + 1] / at_least[n]) for n in range(1, len(at_least) - 1) if at_least[n]]
+
+    @property
+    def nodes_per_round(self) -> float:
+        """Draft tree nodes verified a round on average: the budget in effect."""
+        if self.snapshot is None:
+            return 0.0
+        return float(np.sum(self.snapshot.nodes) / max(np.sum(self.snapshot.rounds), 1))
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -41,13 +75,32 @@ class Report:
             "first_token_seconds": round(self.first_token_seconds, 4),
             "seconds": round(self.seconds, 4),
             "tokens_per_second": None if self.tokens_per_second is None else round(self.tokens_per_second, 2),
+            "acceptance_length": round(self.acceptance_length, 4),
+            "acceptance_histogram": self.histogram.tolist(),
+            "acceptance_by_position": [round(rate, 4) for rate in self.acceptance_by_position],
+            "nodes_per_round": round(self.nodes_per_round, 2),
         }
 
     def summary(self) -> str:
         """One line."""
         speed = "" if self.tokens_per_second is None else f", {self.tokens_per_second:.1f} tokens/s"
         several = f"{self.prompts} prompts, " if self.prompts > 1 else ""
+        accepted = f" of {self.acceptance_length:.2f} tokens" if len(self.histogram) > 2 else ""
         return (
-            f"{several}{self.tokens} tokens in {self.rounds} rounds{speed}, "
+            f"{several}{self.tokens} tokens in {self.rounds} rounds{accepted}{speed}, "
             f"first after {self.first_token_seconds:.1f} s (compilation included)"
         )
+
+    def table(self) -> Table:
+        """Acceptance by draft position, for the terminal."""
+        table = Table(box=None, header_style="dim", style="dim")
+        table.add_column("tokens a round", justify="right")
+        table.add_column("rounds", justify="right")
+        table.add_column("next draft accepted", justify="right")
+        rates = {n: rate for n, rate in enumerate(self.acceptance_by_position, 1)}
+        for length, count in enumerate(self.histogram):
+            if length and (count or length in rates):
+                rate = f"{rates[length]:.0%}" if length in rates else ""
+                table.add_row(str(length), str(count), rate)
+        table.caption = f"{self.nodes_per_round:.1f} tree nodes a round"
+        return table

@@ -70,7 +70,7 @@ def test_a_stop_token_ends_its_text_and_no_other(engines, prompts):
     stop = free[0][5]
     programs = dataclasses.replace(engine.programs(GREEDY), stop_ids=(stop,))
     out = [[] for _ in prompts]
-    for progress in generate(programs, {"target": engine.parameters}, prompts, Limits(max_new_tokens=12)):
+    for progress in generate(programs, engine.parameters, prompts, Limits(max_new_tokens=12)):
         for row, new in enumerate(progress.new_tokens):
             out[row] += new
     for text, unstopped in zip(out, free, strict=True):
@@ -96,9 +96,10 @@ def test_a_tiny_temperature_is_greedy(engines, prompts):
 def test_weights_that_are_not_finite_are_an_error_and_not_a_token(engines, prompts):
     engine = engines()
     broken = jax.tree.map(lambda x: x, engine.parameters)
-    broken["model"]["norm"]["weight"] = broken["model"]["norm"]["weight"] * jnp.nan
+    norm = broken["target"]["model"]["norm"]
+    norm["weight"] = norm["weight"] * jnp.nan
     engine = dataclasses.replace(engine, parameters=broken)
-    with pytest.raises(NonFiniteLogitsError, match="prompt 0.*position 23"):
+    with pytest.raises(NonFiniteLogitsError, match=r"prompt 0.*position 23"):
         texts(engine, prompts[:1], Limits(max_new_tokens=4))
 
 

@@ -48,7 +48,7 @@ def test_router_picks(engines, reference):
     """The router on the reference's own hidden states, so that no earlier rounding can change a pick."""
     engine = engines()
     for layer in range(1, 4):
-        block = bind(engine.model, engine.parameters).model.layers[layer]
+        block = bind(engine.model, engine.parameters["target"]).model.layers[layer]
         ids, weights = reference[f"topk_ids.{layer}"], reference[f"topk_weights.{layer}"]
         # Invert the sigmoid's input from the stored logits: the router is affine in them, so feed it unit rows.
         gate = block.mlp.gate
