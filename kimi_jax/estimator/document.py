@@ -5,9 +5,11 @@ import functools
 from collections.abc import Iterator, Sequence
 
 from kimi_jax.estimator import original, published, search
-from kimi_jax.estimator.constants import KERNELS, Constants, kernels
+from kimi_jax.estimator.collectives import Network, all_reduce_algorithms
+from kimi_jax.estimator.constants import LINKS, Constants
 from kimi_jax.estimator.errata import errata
 from kimi_jax.estimator.explain import explain
+from kimi_jax.estimator.kernels import KERNELS, kernels
 from kimi_jax.estimator.report import markdown_table, number, percent
 from kimi_jax.estimator.routing import uniform
 from kimi_jax.estimator.scenario import Scenario, make_scenario
@@ -176,6 +178,13 @@ def _one_stream() -> Iterator[str]:
     rows.append(["**step**", *(f"**{e.step_ms:.2f}**" for e in results)])
     rows.append(["limit", *(f"{e.limit_ms:.2f}" for e in results)])
     yield from markdown_table(("part", *(f"tp {n}" for n in gpus)), rows)
+    yield "One all-reduce of 9 rows (129 kB) inside an NVL72, µs by algorithm; a step has 123."
+    yield ""
+    c, card = Constants(), gpu(NVL)
+    rack = Network(card, search.machine_of("nvl", 72).topology, c, LINKS[card.local_link.name])
+    by_size = {n: {t.algorithm: t.us for t in all_reduce_algorithms(rack, n, 9 * 7168 * 2)} for n in (4, 8, 16, 32, 64)}
+    rows = [[name, *(f"{times[name]:.1f}" for times in by_size.values())] for name in by_size[8]]
+    yield from markdown_table(("algorithm", *(f"{n} GPUs" for n in by_size)), rows)
     first, last = results[0], results[-1]
     overhead = last.step_ms - last.parts["experts"].ms
     yield (
@@ -319,9 +328,10 @@ def _sureness() -> Iterator[str]:
     yield "## What is measured, derived, calibrated or assumed"
     yield ""
     yield (
-        "measured: read in a published table. derived: fitted to published kernel or collective tables. calibrated: "
-        "chosen with the calibration points below in view. assumed: nothing public says so. The last column is what "
-        "20 % of the constant does to one user's tokens/s (64 requests on nvl72, ep 9 × tp 8, all-to-all, budget 8)."
+        "data sheet: what the maker says. measured: read in a published table. derived: fitted to published kernel or "
+        "collective tables. calibrated: chosen with the calibration points below in view. assumed: nothing public says "
+        "so. The last column is what 20 % of the constant does to one user's tokens/s (64 requests on nvl72, "
+        "ep 9 × tp 8, all-to-all, budget 8)."
     )
     yield ""
     machine = search.machine_of("nvl", 72).with_axes(ep=9)
@@ -336,10 +346,15 @@ def _sureness() -> Iterator[str]:
     others = sorted(f"`{e.name}`" for e in effects if e.swing < 0.0005)
     yield f"Without effect here: {', '.join(others)}. `scripts/estimate.py explain NAME` shows each."
     yield ""
-    yield "Kernel libraries: " + "; ".join(
-        f"{name} on {architecture} ({k.kind}: {k.source})" for (name, architecture), k in KERNELS.items()
-    ) + "."
+    yield "Kernel libraries (µs, and shares of the data-sheet rate):"
     yield ""
+    rows = []
+    for (name, architecture), k in KERNELS.items():
+        for group in ("attention", "experts", "overheads"):
+            piece = getattr(k, group)
+            values = ", ".join(f"{f} {v:g}" for f, v in vars(piece).items() if isinstance(v, int | float))
+            rows.append([name, architecture, group, values, piece.kind, piece.source])
+    yield from markdown_table(("library", "GPUs", "kernels", "values", "kind", "source"), rows)
 
 
 def _validation() -> Iterator[str]:
@@ -347,10 +362,11 @@ def _validation() -> Iterator[str]:
     yield ""
     yield (
         f"Overlap is {published.OVERLAP:g} in every row, although the wide systems overlapped half batches. Held-out "
-        f"rows were never used to choose a constant. Claimed error: ±{100 * published.BANDS['single-node']:.0f} % for "
-        f"tensor parallelism in one node, ±{100 * published.BANDS['wide-ep']:.0f} % for wide expert parallelism. Not "
-        f"used: points whose batch is not published, and models with parts this estimator does not have (MTP layers, "
-        f"sparse attention)."
+        f"rows were never used to choose a constant of this model. An earlier prototype had seen the wide ones; what "
+        f"came from it (launch and host time of those systems) was taken as it was before. Claimed error: "
+        f"±{100 * published.BANDS['single-node']:.0f} % for tensor parallelism in one node, "
+        f"±{100 * published.BANDS['wide-ep']:.0f} % for wide expert parallelism. Not used: points whose batch is not "
+        f"published, and models with parts this estimator does not have (MTP layers, sparse attention)."
     )
     yield ""
     for role in ("calibration", "held-out"):

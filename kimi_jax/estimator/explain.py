@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kimi_jax.estimator import routing
-from kimi_jax.estimator.constants import Constants, Kernels, LinkConstants
+from kimi_jax.estimator.constants import Constants, LinkConstants
 from kimi_jax.estimator.scenario import Scenario, default_acceptance
 from kimi_jax.estimator.step import estimate
 
@@ -67,8 +67,12 @@ def _set_constant(name: str) -> Callable[[Scenario, float], Scenario]:
     return change
 
 
-def _set_kernel(name: str) -> Callable[[Scenario, float], Scenario]:
-    return lambda s, value: dataclasses.replace(s, kernels=dataclasses.replace(s.kernels, **{name: value}))
+def _set_kernel(group: str, name: str) -> Callable[[Scenario, float], Scenario]:
+    def change(s: Scenario, value: float) -> Scenario:
+        piece = dataclasses.replace(getattr(s.kernels, group), **{name: value})
+        return dataclasses.replace(s, kernels=dataclasses.replace(s.kernels, **{group: piece}))
+
+    return change
 
 
 def _set_gpu(name: str) -> Callable[[Scenario, float], Scenario]:
@@ -94,15 +98,17 @@ def _inputs(s: Scenario) -> Iterator[_Input]:
         value = getattr(s.gpu, name)
         number, source = (value.bytes_per_s, value.source) if name.endswith("_link") else (value, s.gpu.source)
         if number:
-            yield _Input(f"gpu.{name}", number, unit, "measured", source, _set_gpu(name))
+            yield _Input(f"gpu.{name}", number, unit, "data sheet", source, _set_gpu(name))
     for f in dataclasses.fields(Constants):
         m = f.metadata
         yield _Input(f.name, getattr(s.constants, f.name), m["unit"], m["kind"], m["source"], _set_constant(f.name))
-    for f in dataclasses.fields(Kernels):
-        value = getattr(s.kernels, f.name)
-        if isinstance(value, int | float):
-            unit = "µs" if f.name.endswith("_us") else "experts" if f.name == "extra_experts" else "share"
-            yield _Input(f"kernels.{f.name}", value, unit, s.kernels.kind, s.kernels.source, _set_kernel(f.name))
+    for group in ("attention", "experts", "overheads"):
+        piece = getattr(s.kernels, group)
+        for name, value in vars(piece).items():
+            if isinstance(value, int | float):
+                unit = "µs" if name.endswith("us") else "experts" if name == "extra_experts" else "share"
+                change = _set_kernel(group, name)
+                yield _Input(f"kernels.{group}.{name}", value, unit, piece.kind, piece.source, change)
     for f in dataclasses.fields(LinkConstants):
         value = getattr(s.link, f.name)
         if isinstance(value, int | float):
@@ -120,7 +126,7 @@ def explain(s: Scenario, names: tuple[str, ...] = ()) -> list[Effect]:
     """
     inputs = list(_inputs(s))
     if names:
-        known = {i.name: i for i in inputs} | {i.name.split(".")[-1]: i for i in inputs}
+        known = {i.name.split(".", 1)[-1]: i for i in inputs} | {i.name: i for i in inputs}
         for name in names:
             if name not in known:
                 raise ValueError(f"no constant {name!r}: choose from {', '.join(i.name for i in inputs)}")

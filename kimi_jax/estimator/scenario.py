@@ -6,7 +6,8 @@ from kimi_jax.config import ModelConfig
 from kimi_jax.estimator import acceptance as acceptance_module
 from kimi_jax.estimator import routing as routing_module
 from kimi_jax.estimator.acceptance import Acceptance
-from kimi_jax.estimator.constants import LINKS, Constants, Kernels, LinkConstants, kernels
+from kimi_jax.estimator.constants import LINKS, Constants, LinkConstants
+from kimi_jax.estimator.kernels import Kernels, kernels
 from kimi_jax.estimator.model import K26_PRECISION, Drafter, Precision, k26
 from kimi_jax.estimator.routing import Routing
 from meshes import GPU, LayoutError, Preset, check_layout, expert_slots

@@ -158,7 +158,7 @@ def _gemm(s: Scenario, count: int, weights: float, bits: float, rows: float, fix
     num_bytes, flops = weights * bits / 8, 2 * rows * weights
     peak = _peak(gpu, "bf16" if bits >= 16 else s.precision.dense_arithmetic)
     memory = num_bytes / (c.dense_bandwidth_fraction * gpu.hbm_bytes_per_s) * 1e6
-    compute = flops / (s.kernels.dense_flop_fraction * peak) * 1e6
+    compute = flops / (s.kernels.attention.dense_flop_fraction * peak) * 1e6
     return Part(
         count, fixed_us, memory if memory >= compute else 0.0, compute if compute > memory else 0.0, 0.0,
         fixed_us + max(memory, compute), num_bytes, flops, peak,
@@ -189,10 +189,10 @@ def _communication(count: int, transfer: Transfer) -> Part:
 
 
 def _attention(s: Scenario, load: _Rows) -> Part:
-    m, gpu, k = s.model, s.gpu, s.kernels
+    m, gpu, k = s.model, s.gpu, s.kernels.attention
     tp, w = s.preset.layout.tp, Weights(s.model)
     weights = w.attention_replicated + w.attention_split / tp
-    projections = _gemm(s, m.num_hidden_layers, weights, s.precision.attention_bits, load.rows, k.attention_us)
+    projections = _gemm(s, m.num_hidden_layers, weights, s.precision.attention_bits, load.rows, k.us)
     split = tp if s.is_cache_split else 1
     width = m.kv_lora_rank + m.qk_rope_head_dim
     # Rows of a tree share their request's cache, which is read once; each head of each row works on all of it.
@@ -234,17 +234,17 @@ def expert_load(s: Scenario) -> tuple[float, float, float]:
 
 
 def _experts(s: Scenario) -> Part:
-    layout, gpu, k = s.preset.layout, s.gpu, s.kernels
+    layout, gpu, k = s.preset.layout, s.gpu, s.kernels.experts
     local, pairs, _ = expert_load(s)
     width = layout.tp if layout.experts == "width" else 1
     weights = Weights(s.model).expert / width
     one = weights * s.precision.expert_bits / 8
     lost = k.extra_experts if layout.expert_ranks > 1 else 0.0
     peak = _peak(gpu, s.precision.expert_arithmetic)
-    memory = (local + lost * min(local, 1)) * one / (k.experts_bandwidth_fraction * gpu.hbm_bytes_per_s) * 1e6
-    compute = 2 * pairs * weights / (k.experts_flop_fraction * peak) * 1e6
-    fixed = k.experts_us + k.distinct_expert_us * local
-    total = max(k.experts_floor_us, fixed + memory + compute)
+    memory = (local + lost * min(local, 1)) * one / (k.bandwidth_fraction * gpu.hbm_bytes_per_s) * 1e6
+    compute = 2 * pairs * weights / (k.flop_fraction * peak) * 1e6
+    fixed = k.us + k.distinct_expert_us * local
+    total = max(k.floor_us, fixed + memory + compute)
     return Part(
         s.model.num_moe_layers, total - memory - compute, memory, compute, 0.0, total,
         local * one, 2 * pairs * weights, peak, note=f"{local:.1f} experts on the busiest GPU",
@@ -286,7 +286,8 @@ def _reductions(s: Scenario, network: Network, load: _Rows) -> Part:
 def _drafter(s: Scenario, network: Network, load: _Rows) -> Part:
     d, tp = s.drafter, s.preset.layout.tp
     rows = load.requests * d.block_size
-    layers = _gemm(s, 1, d.weights / tp, 8 * d.bytes_per_weight, rows, d.num_layers * s.kernels.drafter_layer_us)
+    fixed_us = d.num_layers * s.kernels.overheads.drafter_layer_us
+    layers = _gemm(s, 1, d.weights / tp, 8 * d.bytes_per_weight, rows, fixed_us)
     head = _gemm(s, 1, Weights(s.model).head / tp, s.precision.head_bits, load.requests * d.max_depth)
     reduction = all_reduce(network, s.preset.span("tp"), rows * d.hidden_size * 2)
     return _sum(layers, head, _communication(1, reduction.times(2 * d.num_layers)))
@@ -323,7 +324,7 @@ def _memory(s: Scenario, load: _Rows) -> Memory:
 
 def estimate(s: Scenario) -> Estimate:
     """Estimate one step: time by part, the physical limit, memory, and what users and the system get."""
-    m, gpu, k, c, layout = s.model, s.gpu, s.kernels, s.constants, s.preset.layout
+    m, gpu, k, c, layout = s.model, s.gpu, s.kernels.overheads, s.constants, s.preset.layout
     load, w = _rows(s), Weights(s.model)
     network = Network(gpu, s.preset.topology, c, s.link)
     tp, rows = layout.tp, load.rows

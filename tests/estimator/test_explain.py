@@ -2,8 +2,9 @@ import dataclasses
 
 import pytest
 
-from kimi_jax.estimator.constants import KERNELS, Constants
+from kimi_jax.estimator.constants import Constants
 from kimi_jax.estimator.explain import explain
+from kimi_jax.estimator.kernels import KERNELS
 from kimi_jax.estimator.scenario import make_scenario
 from kimi_jax.estimator.step import estimate
 from meshes import gpu, preset
@@ -20,16 +21,17 @@ def test_every_constant_has_a_source_and_is_explained(scenario):
         assert field.metadata["source"]
         assert field.metadata["kind"] in ("measured", "derived", "calibrated", "assumed")
         assert field.name in effects
-    assert {"gpu.hbm_bytes_per_s", "kernels.attention_us", "link.one_shot_us"} < set(effects)
-    assert all(k.source for k in KERNELS.values())
+    assert {"gpu.hbm_bytes_per_s", "kernels.attention.us", "link.one_shot_us"} < set(effects)
+    assert all(piece.source for k in KERNELS.values() for piece in (k.attention, k.experts, k.overheads))
     assert [e.swing for e in effects.values()] == sorted((e.swing for e in effects.values()), reverse=True)
 
 
 def test_effect_is_what_the_estimate_does(scenario):
-    (effect,) = explain(scenario, ("attention_us",))
-    kernels = dataclasses.replace(scenario.kernels, attention_us=1.2 * scenario.kernels.attention_us)
+    (effect,) = explain(scenario, ("attention.us",))
+    slower = dataclasses.replace(scenario.kernels.attention, us=1.2 * scenario.kernels.attention.us)
+    kernels = dataclasses.replace(scenario.kernels, attention=slower)
     changed = estimate(dataclasses.replace(scenario, kernels=kernels)).tokens_per_s_per_user
-    assert effect.name == "kernels.attention_us"
+    assert effect.name == "kernels.attention.us"
     assert effect.higher == pytest.approx(changed / estimate(scenario).tokens_per_s_per_user - 1)
     assert effect.higher < 0 < effect.lower
 
