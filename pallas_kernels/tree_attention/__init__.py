@@ -4,6 +4,6 @@ from pallas_kernels.tree_attention.api import tree_attention
 from pallas_kernels.tree_attention.checks import self_check
 from pallas_kernels.tree_attention.prefill import prefill_attention
 from pallas_kernels.tree_attention.reference import merge
-from pallas_kernels.tree_attention.selection import Choice, Device, choose
+from pallas_kernels.tree_attention.selection import Choice, Device, choose, expanded_pays
 
-__all__ = ["Choice", "Device", "choose", "merge", "prefill_attention", "self_check", "tree_attention"]
+__all__ = ["Choice", "Device", "choose", "expanded_pays", "merge", "prefill_attention", "self_check", "tree_attention"]

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.tree_attention import blackwell, hopper, reference, schedule, selection
+from pallas_kernels.tree_attention import reference, schedule, selection
 from pallas_kernels.tree_attention.selection import Implementation
 
 
@@ -21,7 +21,7 @@ def tree_attention(
     scale: float,
     valid: Bool[Array, "requests rows"] | None = None,
     implementation: Implementation = "auto",
-    config: hopper.Config | blackwell.Config | None = None,
+    config: selection.Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Float[Array, "requests rows heads kv_lora_rank"], Float[Array, "requests rows heads"]]:
     """Attend from the rows of a draft tree to a cached latent prefix and to their own ancestors (absorbed MLA).

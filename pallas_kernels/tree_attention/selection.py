@@ -10,12 +10,13 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.tree_attention import blackwell, hopper
+from pallas_kernels.tree_attention import blackwell, blackwell_pair, hopper
 from pallas_kernels.tree_attention.schedule import TILE_ROWS
 
-Implementation = Literal["auto", "reference", "hopper", "blackwell"]
+Implementation = Literal["auto", "reference", "hopper", "blackwell", "blackwell_pair"]
 
-KERNELS = {"hopper": hopper, "blackwell": blackwell}
+Config = hopper.Config | blackwell.Config | blackwell_pair.Config
+KERNELS = {"hopper": hopper, "blackwell": blackwell, "blackwell_pair": blackwell_pair}
 _ARCHITECTURES = {
     "hopper": re.compile(r"\b(GH200|H20|H100|H200|H800)\b"),
     "blackwell": re.compile(r"\bG?B(100|200|300)\b"),
@@ -43,7 +44,7 @@ class Choice:
     """An implementation, the launch parameters of a kernel (None for the reference), and the reason in words."""
 
     implementation: str
-    config: hopper.Config | blackwell.Config | None
+    config: Config | None
     reason: str
 
 
@@ -84,7 +85,7 @@ def choose(
     name = device.kernel if implementation == "auto" else implementation
     if name is None:
         return Choice("reference", None, f"there is no kernel for {device.platform} device {device.kind!r}")
-    obstacle = _obstacle(positions, kv_lora_rank, rope, dtype)
+    obstacle = _obstacle(name, positions, kv_lora_rank, rope, dtype)
     if obstacle and implementation == "auto":
         return Choice("reference", None, f"the {name} kernel cannot serve this: {obstacle}")
     if obstacle:
@@ -94,6 +95,11 @@ def choose(
     why = f"{device.kind}" if implementation == "auto" else "asked for by name"
     tiles = -(-rows * heads // config.row_multiple) * config.row_multiple // TILE_ROWS
     return Choice(name, config, f"{why}: {tiles} query tiles x {config.splits} pieces of the context on {cores} cores")
+
+
+def expanded_pays(rows: int) -> bool:
+    """Whether a chunk of `rows` should take `prefill_attention`: the crossover is data (tuning.json)."""
+    return rows >= tuning()["prefill"]["from_rows"]
 
 
 def tuning() -> dict:
@@ -106,11 +112,13 @@ def _tuning() -> dict:
     return json.loads(importlib.resources.files(__package__).joinpath("tuning.json").read_text())
 
 
-def _obstacle(positions: int, kv_lora_rank: int, rope: int, dtype) -> str | None:
+def _obstacle(name: str, positions: int, kv_lora_rank: int, rope: int, dtype) -> str | None:
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"the arrays are {jnp.dtype(dtype).name}, the tensor cores' tiles are bfloat16"
     if kv_lora_rank % 128 or not 128 <= kv_lora_rank <= 512:
         return f"kv_lora_rank is {kv_lora_rank}, a tile takes 128, 256, 384 or 512"
+    if name == "blackwell_pair" and kv_lora_rank not in (256, 512):
+        return f"kv_lora_rank is {kv_lora_rank}, a pair of blocks halves 256 or 512"
     if rope != 64:
         return f"the rope width is {rope}, a tile takes 64"
     if positions == 0 or positions % 8:

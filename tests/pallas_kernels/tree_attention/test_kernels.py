@@ -47,7 +47,7 @@ ONE = {
     ("hopper", "cluster"): Case(Shape(2, 17, 8, 136, (130, 40), kv_lora_rank=128), {"splits": 2, "cluster": 2}),
     ("blackwell", "rescale always"): Case(Shape(1, 4, 8, 256, (250,), kv_lora_rank=128), {"lazy": 0.0}),
 }
-CASES = {(kernel, name): case for name, case in BOTH.items() for kernel in KERNELS} | ONE
+CASES = {(kernel, name): case for name, case in BOTH.items() for kernel in ("hopper", "blackwell")} | ONE
 
 
 @pytest.mark.parametrize(("kernel", "name"), CASES)
