@@ -101,9 +101,7 @@ def pack(chats: Iterable[Chat], sequences: int, length: int, answers: int) -> Ba
     return Batch(*map(jax.numpy.asarray, (tokens, positions, documents, predictors, targets, weights)))
 
 
-def training_batch(
-    tokenizer: Tokenizer, seed: int, step: int, *, sequences: int, length: int, answers: int
-) -> Batch:
+def training_batch(tokenizer: Tokenizer, seed: int, step: int, *, sequences: int, length: int, answers: int) -> Batch:
     """The batch of one training step."""
     examples = training_stream(np.random.default_rng([seed, step]))
     return pack((encode_example(tokenizer, example) for example in examples), sequences, length, answers)

@@ -1,16 +1,16 @@
 """Training of a DFlash drafter on a frozen target: many anchors a text, all blocks in one forward."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from kimi_jax.drafter.config import DrafterConfig
 from kimi_jax.drafter.context import LayerContext
 from kimi_jax.drafter.dflash import DFlash, stack_taps
 from kimi_jax.drafter.loss import DraftLoss, accepted_lengths
@@ -18,7 +18,7 @@ from kimi_jax.model.cache import empty_cache
 from kimi_jax.model.transformer import CausalLM, causal_rows
 from kimi_jax.parameters import Parameters, bind
 from kimi_jax.training.data import Chat
-from kimi_jax.training.target import Recipe, TrainState
+from kimi_jax.training.target import Recipe, TrainState, over_dp
 
 
 @jax.tree_util.register_dataclass
@@ -33,9 +33,7 @@ class AnchoredTexts:
     """Positions; a block's labels are the tokens behind its anchor. -1 where a text has fewer."""
 
 
-def anchored_texts(
-    chats: Sequence[Chat], rng: np.random.Generator, *, length: int, anchors: int
-) -> AnchoredTexts:
+def anchored_texts(chats: Sequence[Chat], rng: np.random.Generator, *, length: int, anchors: int) -> AnchoredTexts:
     """Draws distinct anchors among each text's answer tokens, the last of which has nothing behind it.
 
     Raises:
@@ -64,9 +62,7 @@ class DraftSums:
     """Tokens a chain would emit, over all blocks."""
 
 
-def block_logits(
-    drafter: DFlash, target: CausalLM, texts: AnchoredTexts
-) -> Float[Array, "texts anchors depth vocab"]:
+def block_logits(drafter: DFlash, target: CausalLM, texts: AnchoredTexts) -> Float[Array, "texts anchors depth vocab"]:
     """The drafter's logits for every anchor's block, from the target's taps of the whole texts.
 
     Both modules are bound. A block sees the context before its anchor, strictly, and itself: blocks are requests of
@@ -87,9 +83,7 @@ def block_logits(
     def shared(x: Float[Array, "texts length heads dim"]) -> Float[Array, "blocks length heads dim"]:
         return jnp.repeat(x, anchors, axis=0)
 
-    context = [
-        LayerContext(*map(shared, layer.self_attn.keys_and_values(fused, turn))) for layer in drafter.layers
-    ]
+    context = [LayerContext(*map(shared, layer.self_attn.keys_and_values(fused, turn))) for layer in drafter.layers]
     anchor_tokens = jnp.take_along_axis(texts.tokens, start, axis=1)
     hidden = drafter.draft(context, anchor_tokens.reshape(-1), start.reshape(-1), target.model.embed_tokens)
     logits = drafter.logits(hidden, target.logits)
@@ -127,19 +121,14 @@ def draft_step(
 ) -> tuple[TrainState, dict[str, Float[Array, ""]]]:  # fmt: skip
     """One update of the drafter; the target, its embedding and its head stay as they are."""
 
-    def local(parameters: Parameters, frozen: Parameters, texts: AnchoredTexts):
-        parameters, frozen = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "dp", to="varying"), (parameters, frozen))
-        gradient = jax.value_and_grad(
-            lambda parameters: draft_loss(drafter, target, loss, parameters, frozen, texts), has_aux=True
-        )
-        (total, sums), gradients = gradient(parameters)
-        return jax.lax.psum((gradients, total, sums), "dp")
+    def gradient(
+        weights: tuple[Parameters, Parameters], texts: AnchoredTexts
+    ) -> tuple[tuple[Array, DraftSums], Parameters]:
+        parameters, frozen = weights
+        loss_of = functools.partial(draft_loss, drafter, target, loss)
+        return jax.value_and_grad(loss_of, has_aux=True)(parameters, frozen, texts)
 
-    whole = PartitionSpec()
-    spread = jax.shard_map(
-        local, mesh=mesh, in_specs=(whole, whole, PartitionSpec("dp")), out_specs=whole, axis_names={"dp"}
-    )
-    gradients, total, sums = spread(state.parameters, frozen, texts)
+    (total, sums), gradients = over_dp(mesh, gradient, (state.parameters, frozen), texts)
     count = jnp.maximum(sums.weights, 1e-6)
     gradients = jax.tree.map(lambda gradient: gradient / count, gradients)
     updates, optimizer = recipe.optimizer().update(gradients, state.optimizer, state.parameters)
@@ -147,14 +136,12 @@ def draft_step(
     metrics = {
         "loss": total / count,
         "acceptance": sums.accepted / jnp.maximum(sums.blocks, 1),
-        "gradient_norm": optax.global_norm(gradients),
+        "gradient_norm": optax.tree.norm(gradients),
     }
     return TrainState(state.step + 1, parameters, optimizer), metrics
 
 
-def chain_rounds(
-    drafted: Int[np.ndarray, "anchors depth"], text: Sequence[int], first_anchor: int
-) -> list[int]:
+def chain_rounds(drafted: Int[np.ndarray, "anchors depth"], text: Sequence[int], first_anchor: int) -> list[int]:
     """Tokens of each round when a chain drafter decodes `text` from its anchor at `first_anchor` to its end.
 
     `drafted[t]` are the drafts of the block whose anchor stands at position t.

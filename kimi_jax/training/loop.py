@@ -184,9 +184,11 @@ def plot(log: list[Record], figures: list[str], path: Path) -> None:
       ImportError: matplotlib is not installed.
     """
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise ImportError("the plot needs matplotlib: `uv pip install matplotlib`; the log itself is complete") from None
+        raise ImportError(
+            "the plot needs matplotlib: `uv pip install matplotlib`; the log itself is complete"
+        ) from None
     figure = Figure(figsize=(8, 3 * len(figures)), layout="constrained")
     for axes, name in zip(np.atleast_1d(figure.subplots(len(figures), 1)), figures, strict=True):
         points = [(record["step"], record[name]) for record in log if name in record]

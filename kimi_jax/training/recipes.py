@@ -10,17 +10,24 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kimi_jax.decoding.engine import Engine
+from kimi_jax.drafter.config import DrafterConfig
+from kimi_jax.drafter.dflash import DFlash
+from kimi_jax.drafter.loss import DraftLoss
 from kimi_jax.parallel.sharding import rules
-from kimi_jax.parameters import specs
+from kimi_jax.parameters import Parameters, bind, specs
 from kimi_jax.tokenizer import Tokenizer
 from kimi_jax.training import data, small, tasks
-from kimi_jax.training.loop import LoopOptions, Run, run
+from kimi_jax.training.drafter import anchored_texts, block_logits, chain_rounds, draft_step
+from kimi_jax.training.export import dequantize_experts, export_drafter, export_target
+from kimi_jax.training.generations import as_chat, generate_answers, training_generations
+from kimi_jax.training.loop import LoopOptions, Run, restore, run
 from kimi_jax.training.target import (
+    Recipe,
     TargetRecipe,
     TrainState,
     initial_parameters,
     initial_state,
-    num_parameters,
     teacher_forced,
     train_step,
     training_model,
@@ -78,35 +85,152 @@ def held_out_evaluation(
     return evaluate
 
 
-def train_target(
-    directory: Path,
-    recipe: TargetRecipe,
-    shape: BatchShape,
-    layout: Layout,
-    seed: int = 0,
-    options: LoopOptions | None = None,
-    evaluation_prompts: int = 20,
-    sizes: Mapping[str, int] | None = None,
-) -> Run:
-    """Trains the small target in `directory`, resuming where a checkpoint exists."""
-    tokenizer = write_small_tokenizer(directory / "tokenizer")
-    config = small.config(tokenizer, **(sizes or {}))
-    model = training_model(config)
-    mesh = training_mesh(layout)
-    state = initial_state(initial_parameters(model, jax.random.key(seed), config.num_hidden_layers), recipe)
-    state = shard_state(state, model, mesh, layout)
-    step = jax.jit(functools.partial(train_step, model, recipe, mesh), donate_argnums=0)
+@dataclasses.dataclass(frozen=True)
+class TargetRun:
+    """The target's run: everything that its result depends on."""
 
-    def batch(index: int) -> data.Batch:
-        made = data.training_batch(tokenizer, seed, index, **dataclasses.asdict(shape))
-        return jax.device_put(made, NamedSharding(mesh, PartitionSpec("dp")))
+    recipe: TargetRecipe = dataclasses.field(default_factory=lambda: TargetRecipe(steps=6_000))
+    shape: BatchShape = dataclasses.field(default_factory=BatchShape)
+    seed: int = 0
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Fields of the text config that replace the small model's."""
 
-    described = {
-        "parameters": num_parameters(state.parameters),
-        "seed": seed,
-        "sizes": dict(sizes or {}),
-        **dataclasses.asdict(recipe),
-        **dataclasses.asdict(shape),
-    }
-    evaluate = held_out_evaluation(model, tokenizer, mesh, evaluation_prompts) if evaluation_prompts else None
-    return run(state, step, batch, recipe.steps, directory, described, options, evaluate)
+    def described(self) -> dict[str, Any]:
+        """What a run directory is checked against."""
+        return {
+            "seed": self.seed,
+            "sizes": dict(self.sizes),
+            **dataclasses.asdict(self.recipe),
+            **dataclasses.asdict(self.shape),
+        }
+
+    def build(self, directory: Path, layout: Layout) -> tuple[Tokenizer, Any, Mesh, TrainState]:
+        """Tokenizer (written into the run's directory), model, mesh and the state before the first step."""
+        tokenizer = write_small_tokenizer(directory / "tokenizer")
+        config = small.config(tokenizer, **self.sizes)
+        model = training_model(config)
+        mesh = training_mesh(layout)
+        parameters = initial_parameters(model, jax.random.key(self.seed), config.num_hidden_layers)
+        return tokenizer, model, mesh, shard_state(initial_state(parameters, self.recipe), model, mesh, layout)
+
+    def train(
+        self, directory: Path, layout: Layout, options: LoopOptions | None = None, evaluation_prompts: int = 20
+    ) -> Run:
+        """Trains in `directory`, resuming where a checkpoint exists."""
+        tokenizer, model, mesh, state = self.build(directory, layout)
+        step = jax.jit(functools.partial(train_step, model, self.recipe, mesh), donate_argnums=0)
+
+        def batch(index: int) -> data.Batch:
+            made = data.training_batch(tokenizer, self.seed, index, **dataclasses.asdict(self.shape))
+            return jax.device_put(made, NamedSharding(mesh, PartitionSpec("dp")))
+
+        evaluate = held_out_evaluation(model, tokenizer, mesh, evaluation_prompts) if evaluation_prompts else None
+        return run(state, step, batch, self.recipe.steps, directory, self.described(), options, evaluate)
+
+    def export(self, directory: Path, output: Path) -> None:
+        """Writes the last checkpoint of a run as an HF folder."""
+        tokenizer, _, _, state = self.build(directory, Layout())
+        state, _ = restore(directory, state)
+        export_target(state.parameters, small.config_dict(tokenizer, **self.sizes), directory / "tokenizer", output)
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterRun:
+    """The drafter's run. The target and its answers to the training prompts are part of the recipe."""
+
+    recipe: Recipe = dataclasses.field(default_factory=lambda: Recipe(steps=2000, learning_rate=3e-3))
+    loss: DraftLoss = dataclasses.field(default_factory=DraftLoss)
+    texts: int = 4096
+    """Training prompts answered by the target."""
+    texts_per_step: int = 8
+    length: int = 96
+    anchors: int = 16
+    seed: int = 0
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Fields of the drafter's config that replace the small drafter's."""
+
+    def config_json(self, engine: Engine) -> dict[str, Any]:
+        """The drafter's config.json for this target."""
+        return small.drafter_config_dict(engine.config, engine.tokenizer.special_id("[UNK]"), **self.sizes)
+
+    def train(
+        self,
+        engine: Engine,
+        directory: Path,
+        layout: Layout,
+        options: LoopOptions | None = None,
+        evaluation_prompts: int = 8,
+        progress: Callable[[int], None] | None = None,
+    ) -> Run:
+        """Trains in `directory`, resuming where a checkpoint exists; the target's answers are generated first."""
+        directory.mkdir(parents=True, exist_ok=True)
+        chats = training_generations(engine, directory / "generations.json", self.texts, self.seed, progress)
+        drafter, target, mesh = self._drafter(engine), self._target(engine), training_mesh(layout)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        frozen = jax.device_put(dequantize_experts(jax.device_get(engine.parameters["target"])), everywhere)
+        step = jax.jit(functools.partial(draft_step, drafter, target, self.recipe, self.loss, mesh), donate_argnums=1)
+
+        def batch(index: int) -> Any:
+            rng = np.random.default_rng([self.seed, 2, index])
+            chosen = [chats[i] for i in rng.choice(len(chats), self.texts_per_step, replace=False)]
+            texts = anchored_texts(chosen, rng, length=self.length, anchors=self.anchors)
+            return jax.device_put(texts, NamedSharding(mesh, PartitionSpec("dp")))
+
+        evaluate = None
+        if evaluation_prompts:
+            measure = self._evaluation(engine, drafter, target, mesh, evaluation_prompts)
+            evaluate = functools.partial(measure, frozen)
+        described = {"sizes": dict(self.sizes), **dataclasses.asdict(self)} | dataclasses.asdict(self.recipe)
+        return run(
+            jax.device_put(self._initial(drafter), everywhere), functools.partial(step, frozen), batch,
+            self.recipe.steps, directory, described, options, evaluate,
+        )  # fmt: skip
+
+    def export(self, engine: Engine, directory: Path, output: Path) -> None:
+        """Writes the last checkpoint of a run with the public drafters' keys."""
+        state, _ = restore(directory, self._initial(self._drafter(engine)))
+        export_drafter(state.parameters, self.config_json(engine), output)
+
+    def _drafter(self, engine: Engine) -> DFlash:
+        return DFlash(DrafterConfig.from_dict(self.config_json(engine)))
+
+    def _target(self, engine: Engine) -> Any:
+        return training_model(engine.config, engine.config.n_routed_experts / engine.config.num_experts_per_tok)
+
+    def _initial(self, drafter: DFlash) -> TrainState:
+        key = jax.random.fold_in(jax.random.key(self.seed), 1)
+        return initial_state(initial_parameters(drafter, key, drafter.config.num_hidden_layers), self.recipe)
+
+    def _evaluation(
+        self, engine: Engine, drafter: DFlash, target: Any, mesh: Mesh, prompts: int
+    ) -> Callable[[Parameters, TrainState], Mapping[str, float]]:
+        """Chain acceptance length by family on held-out prompts, following the target's own answers."""
+        families = {family: tasks.held_out(family, prompts) for family in tasks.FAMILIES}
+        asked = [example.prompt for examples in families.values() for example in examples]
+        chats = [as_chat(engine, p, a) for p, a in zip(asked, generate_answers(engine, asked), strict=True)]
+        batches = []
+        for first in range(0, len(chats), prompts):
+            every = anchored_texts(
+                chats[first : first + prompts], np.random.default_rng(0), length=self.length, anchors=self.length
+            )
+            batches.append(jax.device_put(every, NamedSharding(mesh, PartitionSpec())))
+
+        def drafts(parameters: Parameters, frozen: Parameters, texts: Any) -> jax.Array:
+            return block_logits(bind(drafter, parameters), bind(target, frozen), texts).argmax(-1)
+
+        compiled = jax.jit(drafts)
+
+        def measure(frozen: Parameters, state: TrainState) -> Mapping[str, float]:
+            scores: dict[str, float] = {}
+            for index, (family, batch) in enumerate(zip(families, batches, strict=True)):
+                drafted, anchors = np.asarray(compiled(state.parameters, frozen, batch)), np.asarray(batch.anchors)
+                rounds: list[int] = []
+                for row, chat in enumerate(chats[index * prompts : (index + 1) * prompts]):
+                    by_position = np.zeros((self.length, drafted.shape[2]), np.int64)
+                    by_position[anchors[row][anchors[row] >= 0]] = drafted[row][anchors[row] >= 0]
+                    # The prompt ends with </think>, so the first anchor is the first token of the answer.
+                    rounds += chain_rounds(by_position, chat.ids, chat.answer_start + 1)
+                scores[f"acceptance_{family}"] = float(np.mean(rounds))
+            return {"heldout_acceptance": float(np.mean(list(scores.values()))), **scores}
+
+        return measure

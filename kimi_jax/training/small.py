@@ -106,3 +106,29 @@ def config_dict(tokenizer: Tokenizer, **sizes: int) -> dict[str, Any]:
 def config(tokenizer: Tokenizer, **sizes: int) -> ModelConfig:
     """The small model's configuration."""
     return ModelConfig.from_dict(config_dict(tokenizer, **sizes))
+
+
+def drafter_config_dict(target: ModelConfig, mask_token_id: int, **sizes: int) -> dict[str, Any]:
+    """config.json of the small target's DFlash drafter, with the public drafters' fields. `sizes` replaces fields."""
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": target.hidden_size,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "intermediate_size": 256,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000.0,
+        "rope_scaling": None,
+        "max_position_embeddings": target.max_position_embeddings,
+        "vocab_size": target.vocab_size,
+        "num_target_layers": target.num_hidden_layers,
+        "block_size": 8,
+        "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": list(TAPS)},
+        "dtype": "bfloat16",
+        **sizes,
+    }

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +26,10 @@ from kimi_jax.training.data import Batch
 
 class Load(nnx.Intermediate):
     """Rows each expert of a layer received."""
+
+
+class Chosen(nnx.Intermediate):
+    """Slots that each row of a layer chose."""
 
 
 class FloatExperts(nnx.Module):
@@ -50,13 +55,13 @@ class FloatExperts(nnx.Module):
     def __call__(
         self, x: Float[Array, "rows hidden"], slots: Int[Array, "rows top_k"], weights: Float[Array, "rows top_k"]
     ) -> Float[Array, "rows hidden"]:
-        """Weighted sum over the slots; the rows' counts are sown for the balancing."""
+        """Weighted sum over the slots; `load` and `chosen` are left for the balancing and for statistics."""
         experts, (rows, top_k) = self.num_local, slots.shape
         places = min(rows, math.ceil(self.capacity_factor * rows * top_k / experts))
         flat = slots.reshape(-1)
         chosen = (flat[:, None] == jnp.arange(experts)).astype(jnp.int32)
         load = chosen.sum(0)
-        self.sow(Load, "load", load)
+        self.load, self.chosen = Load(load), Chosen(slots)
         order = ((jnp.cumsum(chosen, axis=0) - 1) * chosen).sum(1)
         nowhere = experts * places
         place = jnp.where((flat < experts) & (order < places), flat * places + order, nowhere)
@@ -192,7 +197,7 @@ def answer_loss(model: CausalLM, parameters: Parameters, batch: Batch) -> tuple[
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
     correct = (logits.argmax(-1) == batch.targets) * batch.weights
     loads = {
-        index: layer.mlp.experts.load.get_value()[0]  # pyright: ignore[reportAttributeAccessIssue]
+        index: layer.mlp.experts.load.get_value()  # pyright: ignore[reportAttributeAccessIssue]
         for index, layer in enumerate(bound.model.layers)
         if isinstance(layer.mlp, MixtureOfExperts)
     }
@@ -214,6 +219,24 @@ def initial_state(parameters: Parameters, recipe: Recipe) -> TrainState:
     return TrainState(jnp.int32(0), parameters, recipe.optimizer().init(parameters))
 
 
+def over_dp[T](mesh: Mesh, function: Callable[[Any, Any], T], replicated: Any, spread: Any) -> T:
+    """Sum over dp of a function of each rank's part of `spread`; ep and tp are left to the compiler.
+
+    Inside, `replicated` varies over dp, so that gradients stay a rank's own and are summed once.
+    """
+    if mesh.shape["dp"] == 1:
+        return function(replicated, spread)
+
+    def local(replicated: Any, spread: Any) -> T:
+        replicated = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "dp", to="varying"), replicated)
+        return jax.lax.psum(function(replicated, spread), "dp")
+
+    whole = PartitionSpec()
+    return jax.shard_map(local, mesh=mesh, in_specs=(whole, PartitionSpec("dp")), out_specs=whole, axis_names={"dp"})(
+        replicated, spread
+    )
+
+
 def train_step(
     model: CausalLM, recipe: TargetRecipe, mesh: Mesh, state: TrainState, batch: Batch
 ) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
@@ -225,17 +248,10 @@ def train_step(
     reaches it.
     """
 
-    def local(parameters: Parameters, batch: Batch) -> tuple[Parameters, Array, Sums]:
-        # Marked as varying, so that the gradient stays this rank's own and is summed once, below.
-        parameters = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "dp", to="varying"), parameters)
-        gradient = jax.value_and_grad(lambda parameters: answer_loss(model, parameters, batch), has_aux=True)
-        (loss, sums), gradients = gradient(parameters)
-        return jax.lax.psum((gradients, loss, sums), "dp")
+    def gradient(parameters: Parameters, batch: Batch) -> tuple[tuple[Array, Sums], Parameters]:
+        return jax.value_and_grad(functools.partial(answer_loss, model), has_aux=True)(parameters, batch)
 
-    spread = jax.shard_map(
-        local, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec("dp")), out_specs=PartitionSpec(), axis_names={"dp"}
-    )
-    gradients, loss, sums = spread(state.parameters, batch)
+    (loss, sums), gradients = over_dp(mesh, gradient, state.parameters, batch)
     count = jnp.maximum(sums.tokens, 1)
     gradients = jax.tree.map(lambda gradient: gradient / count, gradients)
     updates, optimizer = recipe.optimizer().update(gradients, state.optimizer, state.parameters)
@@ -250,7 +266,7 @@ def train_step(
     metrics = {
         "loss": loss / count,
         "accuracy": sums.correct / count,
-        "gradient_norm": optax.global_norm(gradients),
+        "gradient_norm": optax.tree.norm(gradients),
         "worst_load": worst,
     }
     return TrainState(state.step + 1, parameters, optimizer), metrics

@@ -1,0 +1,71 @@
+"""The target's own answers to training prompts: what a drafter has to predict, and so what it is trained on."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kimi_jax.chat import render
+from kimi_jax.decoding.engine import Engine
+from kimi_jax.decoding.generate import Limits
+from kimi_jax.decoding.sampling import Sampling
+from kimi_jax.training.data import Chat
+from kimi_jax.training.tasks import Example, training_stream
+
+MAX_NEW_TOKENS = 64
+"""Longer than any right answer; a text that does not end within it is cut there."""
+
+
+def generate_answers(
+    engine: Engine, prompts: Sequence[str], batch: int = 128, progress: Callable[[int], None] | None = None
+) -> list[list[int]]:
+    """Greedy answers as ids, the stop token included, to user prompts without thinking.
+
+    Args:
+      engine: the target.
+      prompts: texts of the user's turn.
+      batch: prompts decoded together; the last batch is filled up by repeating its last prompt.
+      progress: told how many prompts are answered.
+    """
+    answers: list[list[int]] = []
+    limits = Limits(max_new_tokens=MAX_NEW_TOKENS)
+    for first in range(0, len(prompts), batch):
+        part = list(prompts[first : first + batch])
+        padded = part + part[-1:] * (batch - len(part))
+        ids = [render([{"role": "user", "content": p}], engine.tokenizer, thinking=False) for p in padded]
+        texts: list[list[int]] = [[] for _ in padded]
+        for step in engine.generate(ids, limits, Sampling()):
+            for text, new in zip(texts, step.new_tokens, strict=True):
+                text += new
+        answers += texts[: len(part)]
+        if progress:
+            progress(len(answers))
+    return answers
+
+
+def answer_text(engine: Engine, ids: Sequence[int]) -> str:
+    """An answer's text without its stop token."""
+    return engine.tokenizer.decode([token for token in ids if token not in engine.stop_ids])
+
+
+def as_chat(engine: Engine, prompt: str, answer: Sequence[int]) -> Chat:
+    """A prompt with the answer the target gave."""
+    prompt_ids = render([{"role": "user", "content": prompt}], engine.tokenizer, thinking=False)
+    return Chat([*prompt_ids, *answer], len(prompt_ids) - 1)
+
+
+def training_generations(
+    engine: Engine, path: Path, texts: int, seed: int, progress: Callable[[int], None] | None = None
+) -> list[Chat]:
+    """Answers to training prompts, read from `path` where a run of the same kind has written them, else generated."""
+    stream = training_stream(np.random.default_rng([seed, 1]))
+    examples: list[Example] = [next(stream) for _ in range(texts)]
+    prompts = [example.prompt for example in examples]
+    if path.exists():
+        saved = json.loads(path.read_text())
+        if saved["prompts"] == prompts:
+            return [as_chat(engine, prompt, ids) for prompt, ids in zip(prompts, saved["answers"], strict=True)]
+    answers = generate_answers(engine, prompts, progress=progress)
+    path.write_text(json.dumps({"prompts": prompts, "answers": answers}))
+    return [as_chat(engine, prompt, ids) for prompt, ids in zip(prompts, answers, strict=True)]
