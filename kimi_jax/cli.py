@@ -73,7 +73,7 @@ def open_engine(options: MeshOptions, console: Console, drafter: Path | None = N
     mesh = build_mesh(machine, devices.devices)
     name = options.dtype if options.dtype != "auto" else "float32" if devices.simulated else "bfloat16"
     columns = (TextColumn("loading {task.fields[name]}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("load", total=None, name=options.checkpoint.name)
         engine = open_checkpoint(
             options.checkpoint,

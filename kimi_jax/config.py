@@ -100,7 +100,7 @@ class ModelConfig:
           ConfigError: naming the file and the field that is missing, unknown or unsupported.
         """
         path = Path(path)
-        path = path / "config.json" if path.is_dir() else path
+        path = path if path.suffix == ".json" else path / "config.json"
         try:
             raw = json.loads(path.read_text())
         except FileNotFoundError:

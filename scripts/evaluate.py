@@ -37,7 +37,7 @@ def run_logits(options: LogitsOptions) -> None:
         from kimi_jax.evaluation.logits import logits, read_ids
 
         sequences = read_ids(options.input_ids, opened.engine.config.vocab_size)
-        with Progress(console=status, transient=True) as bar:
+        with Progress(console=status, transient=True, disable=not status.is_terminal) as bar:
             task = bar.add_task("tokens", total=len(sequences[0]))
             values = logits(opened.engine, sequences, lambda done, total: bar.update(task, completed=done))
         np.savez(options.output, logits=values)

@@ -7,6 +7,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import jax
@@ -73,33 +74,31 @@ class Forward:
     output: Output
 
 
+@functools.cache
+def compiled_forward(model, mesh, rules, taps, expanded):
+    def forward(parameters, rows, cache):
+        bound = bind(model, parameters)
+        output = bound.model(rows, cache, taps, expanded)
+        return all_gather(bound.logits(output.hidden), "tp", dimension=2), output
+
+    in_specs = (specs(model, dict(rules)), REQUESTS, REQUESTS)
+    return jax.jit(jax.shard_map(forward, mesh=mesh, in_specs=in_specs, out_specs=REQUESTS, check_vma=False))
+
+
 def run_forward(engine: Engine, rows: Rows, cache=None, *, taps=(), expanded=None) -> Forward:
     """Runs the model on rows given for the whole batch; requests are padded to the mesh."""
     count = rows.tokens.shape[0]
     multiple = engine.mesh.shape["dp"] * engine.mesh.shape["ep"]
     padded = -(-count // multiple) * multiple
 
-    def pad(x):
-        return np.pad(np.asarray(x), [(0, padded - count), *[(0, 0)] * (x.ndim - 1)])
-
     def place(x):
-        return jax.device_put(x, NamedSharding(engine.mesh, REQUESTS))
+        padding = [(0, padded - count), *[(0, 0)] * (x.ndim - 1)]
+        return jax.device_put(np.pad(np.asarray(x), padding), NamedSharding(engine.mesh, REQUESTS))
 
-    rows = jax.tree.map(pad, rows)
-    cache = jax.tree.map(pad, cache) if cache else empty_cache(engine.config, padded, 0, engine.dtype)
-
-    def forward(parameters, rows, cache):
-        model = bind(engine.model, parameters)
-        output = model.model(rows, cache, taps, expanded)
-        return all_gather(model.logits(output.hidden), "tp", dimension=2), output
-
-    mapped = jax.shard_map(
-        forward, mesh=engine.mesh, in_specs=(specs(engine.model, engine.rules), REQUESTS, REQUESTS),
-        out_specs=REQUESTS, check_vma=False,
-    )  # fmt: skip
+    cache = cache or empty_cache(engine.config, count, 0, engine.dtype)
+    run = compiled_forward(engine.model, engine.mesh, tuple(engine.rules.items()), taps, expanded)
     with jax.default_matmul_precision("highest"):
-        placed = jax.tree.map(place, (rows, cache))
-        logits, output = jax.jit(mapped)(engine.parameters["target"], *placed)
+        logits, output = run(engine.parameters["target"], *jax.tree.map(place, (rows, cache)))
     return Forward(np.asarray(logits)[:count], jax.tree.map(lambda x: np.asarray(x)[:count], output))
 
 

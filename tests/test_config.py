@@ -32,7 +32,11 @@ def test_k26_values():
 
 @pytest.mark.parametrize(
     ("name", "prefix", "eos"),
-    [("kimi_k25.json", "language_model.", 163585), ("kimi_k2_thinking.json", "", 163586), ("deepseek_v3.json", "", None)],
+    [
+        ("kimi_k25.json", "language_model.", 163585),
+        ("kimi_k2_thinking.json", "", 163586),
+        ("deepseek_v3.json", "", None),
+    ],
 )
 def test_other_variants(name, prefix, eos):
     config = ModelConfig.from_json(CONFIGS / name)

@@ -6,6 +6,8 @@ import pytest
 
 from kimi_jax.quantization import Int4Weight, dequantize, pack, quantize, unpack
 
+pytestmark = pytest.mark.core
+
 
 def test_known_words():
     words = np.array([[0x76543210], [0x88888888], [0xFEDCBA98]], np.uint32).view(np.int32)

@@ -10,6 +10,8 @@ from kimi_jax.decoding.engine import Engine
 from kimi_jax.decoding.generate import Limits, NonFiniteLogitsError, generate
 from kimi_jax.decoding.sampling import Sampling
 
+pytestmark = pytest.mark.core
+
 GREEDY = Sampling()
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from kimi_jax.decoding.sampling import Sampling, filtered_logits, next_tokens, request_keys
 
+pytestmark = pytest.mark.core
+
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -3.0], np.float32)
 
 

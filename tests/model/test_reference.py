@@ -11,6 +11,8 @@ import pytest
 from kimi_jax.model.transformer import causal_rows
 from kimi_jax.parameters import bind
 
+pytestmark = pytest.mark.core
+
 TOLERANCE = 1e-4
 MESH_NAMES = [
     "local", "hgx-ib-16", "hgx-ib-16 replicas", "hgx-ib-16 wide ep", "nvl36", "nvl72", "nvl72 ep 72",

@@ -1,0 +1,275 @@
+"""Draft trees change the speed of decoding and nothing else: the same text, the same law, exact limits."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array
+
+from kimi_jax.ddtree.budget import CostTable
+from kimi_jax.ddtree.tree import build_tree, chain
+from kimi_jax.decoding.engine import PLAIN, Draft
+from kimi_jax.decoding.generate import Limits, generate
+from kimi_jax.decoding.sampling import Sampling, filtered_logits
+from kimi_jax.decoding.speculation import NoSpeculation
+from kimi_jax.model.transformer import causal_rows
+
+GREEDY = Sampling()
+
+
+@dataclasses.dataclass(frozen=True)
+class Told(NoSpeculation):
+    """Drafts the tokens it was told, by request and position."""
+
+    tokens: Array = dataclasses.field(default_factory=lambda: jnp.zeros((1, 1), jnp.int32))
+    max_depth: int = 7
+
+    def propose(self, model, state):
+        positions = state.lengths[:, None] + 1 + jnp.arange(self.max_depth)
+        ids = jnp.take_along_axis(self.tokens, jnp.minimum(positions, self.tokens.shape[1] - 1), axis=1)
+        return jax.vmap(lambda ids, root: chain(jnp.zeros(self.max_depth), ids, root=root))(ids, state.anchors)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed(NoSpeculation):
+    """Drafts the best tree of one table of log-probabilities, whatever the text."""
+
+    log_probs: Array = dataclasses.field(default_factory=lambda: jnp.zeros((1, 1)))
+    budget: int = 7
+    max_depth: int = 3
+
+    def propose(self, model, state):
+        return jax.vmap(lambda root: build_tree(self.log_probs, self.budget, root=root))(state.anchors)
+
+
+def run(programs, parameters, prompts, limits, seed=0):
+    texts, last = [[] for _ in prompts], None
+    for last in generate(programs, parameters, prompts, limits, seed):
+        for row, new in enumerate(last.new_tokens):
+            texts[row] += new
+    return texts, last
+
+
+def texts(engine, prompts, limits, draft=PLAIN, sampling=GREEDY, costs=None, seed=0):
+    programs = engine.programs(sampling, draft, len(prompts), costs)
+    return run(programs, engine.parameters, prompts, limits, seed)[0]
+
+
+def with_speculation(engine, speculation, sampling=GREEDY):
+    return dataclasses.replace(engine.programs(sampling), speculation=speculation)
+
+
+@pytest.fixture(scope="module")
+def prompts(reference):
+    ids = reference["input_ids"].tolist()
+    return [ids[0], ids[1][:9], ids[2][:1]]
+
+
+@pytest.fixture(scope="module")
+def plain(engines, prompts):
+    return texts(engines(), prompts, Limits(max_new_tokens=20))
+
+
+@pytest.mark.parametrize("budget", [0, 1, 2, 7, 16, 32, 64])
+def test_greedy_text_is_the_same_for_every_budget(budget, engines, prompts, plain):
+    assert texts(engines(), prompts, Limits(max_new_tokens=20), Draft("ddtree", budget)) == plain
+
+
+@pytest.mark.parametrize("draft", [
+    Draft("chain"), Draft("chain", 3), Draft("ddtree", 8, keep_chain=True), Draft("ddtree", 8, shared=True),
+], ids=str)  # fmt: skip
+def test_greedy_text_is_the_same_for_every_kind(draft, engines, prompts, plain):
+    assert texts(engines(), prompts, Limits(max_new_tokens=20), draft) == plain
+
+
+@pytest.mark.parametrize("row_us", [0.0, 20.0, 1e6])
+def test_greedy_text_is_the_same_with_an_automatic_budget(row_us, engines, prompts, plain):
+    def costs(requests):
+        return CostTable.measured(draft_us=300.0, verify_us={1: 1000.0, 64: 1000.0 + 63 * row_us})
+
+    assert texts(engines(), prompts, Limits(max_new_tokens=20), Draft(), costs=costs) == plain
+
+
+@pytest.mark.parametrize("mesh", ["hgx-ib-16", "nvl72"])
+def test_greedy_text_is_the_same_on_every_mesh(mesh, engines, prompts, plain):
+    limits = Limits(max_new_tokens=10)
+    drafted = texts(engines(mesh), prompts, limits, Draft("ddtree", 16))
+    assert drafted == [text[:10] for text in plain]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["hgx-ib-16", "hgx-ib-16 replicas", "nvl36", "nvl72"])
+@pytest.mark.parametrize("draft", [
+    Draft("chain"), *(Draft("ddtree", n) for n in (1, 2, 7, 32, 64)), Draft("ddtree", 16, shared=True),
+], ids=str)  # fmt: skip
+def test_greedy_text_is_the_same_on_every_mesh_for_every_budget(mesh, draft, engines, prompts, plain):
+    assert texts(engines(mesh), prompts, Limits(max_new_tokens=20), draft) == plain
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_drafter_that_knows_the_answer_accepts_whole_blocks(count, engines, prompts):
+    engine, limits = engines(), Limits(max_new_tokens=24)
+    prompts = prompts[:count]
+    answers = texts(engine, prompts, limits)
+    table = np.zeros((count, 64), np.int32)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        table[row, len(prompt) : len(prompt) + len(answer)] = answer
+    told, last = run(with_speculation(engine, Told(tokens=jnp.asarray(table))), engine.parameters, prompts, limits)
+    assert told == answers
+    # One token from prefill, then 8 a round: 23 more take three, the last one cut.
+    assert last.snapshot.rounds.tolist() == [3] * count
+    assert last.snapshot.accepted[:, 8].tolist() == [3] * count
+
+
+def test_a_drafter_that_knows_nothing_accepts_one_token_a_round(engines, prompts):
+    engine, limits = engines(), Limits(max_new_tokens=12)
+    answers = texts(engine, prompts, limits)
+    never = next(token for token in range(320) if not any(token in text for text in answers))
+    told = Told(tokens=jnp.full((3, 64), never, jnp.int32))
+    wrong, last = run(with_speculation(engine, told), engine.parameters, prompts, limits)
+    assert wrong == answers
+    assert last.snapshot.accepted.tolist() == [[0, 11, 0, 0, 0, 0, 0, 0, 0]] * 3
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7, 8, 9, 10])
+def test_max_new_tokens_is_exact_inside_an_accepted_path(limit, engines, prompts):
+    engine = engines()
+    answer = texts(engine, prompts[:1], Limits(max_new_tokens=24))[0]
+    table = np.zeros((1, 64), np.int32)
+    table[0, len(prompts[0]) : len(prompts[0]) + 24] = answer
+    told, _ = run(
+        with_speculation(engine, Told(tokens=jnp.asarray(table))), engine.parameters, prompts[:1],
+        Limits(max_new_tokens=limit),
+    )  # fmt: skip
+    assert told == [answer[:limit]]
+
+
+def test_a_stop_token_inside_an_accepted_path_ends_the_text_there(engines, prompts):
+    engine, limits = engines(), Limits(max_new_tokens=24)
+    answer = texts(engine, prompts[:1], limits)[0]
+    table = np.zeros((1, 64), np.int32)
+    table[0, len(prompts[0]) : len(prompts[0]) + 24] = answer
+    stop = answer[4]  # the fourth draft of the first round
+    programs = dataclasses.replace(with_speculation(engine, Told(tokens=jnp.asarray(table))), stop_ids=(stop,))
+    told, last = run(programs, engine.parameters, prompts[:1], limits)
+    assert told == [answer[: answer.index(stop) + 1]]
+    assert last.snapshot.rounds.tolist() == [1]
+
+
+def test_a_mask_id_that_the_target_really_emits_is_kept(engines, prompts):
+    engine, limits = engines(), Limits(max_new_tokens=12)
+    answer = texts(engine, prompts[:1], limits)[0]
+    config = dataclasses.replace(engine.drafter.config, mask_token_id=answer[3])
+    drafter = type(engine.drafter)(config)
+    masked = dataclasses.replace(engine, drafter=drafter)
+    assert texts(masked, prompts[:1], limits, Draft("ddtree", 8)) == [answer]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+def test_sampled_text_has_the_targets_law(temperature, engines, forward):
+    """Chi-square over the joint of the first three tokens, of 2,000 runs with drafts that are often accepted."""
+    engine, runs = engines(), 2000
+    sampling = Sampling(temperature=temperature, top_k=3)
+    prompt = [17, 250, 33, 90]
+
+    def law(prefixes):
+        ids = np.zeros((9, 8), np.int32)  # one shape, one compilation
+        for row, prefix in enumerate(prefixes):
+            ids[row, : len(prefix)] = prefix
+        counts = np.array([len(prefix) for prefix in prefixes] + [1] * (9 - len(prefixes)), np.int32)
+        logits = forward(engine, causal_rows(jnp.asarray(ids), jnp.zeros(9, jnp.int32), jnp.asarray(counts)))
+        last = logits.logits[np.arange(9), counts - 1][: len(prefixes)]
+        return np.asarray(jax.nn.softmax(filtered_logits(jnp.asarray(last), sampling), axis=-1))
+
+    joint = {(): 1.0}
+    for _ in range(3):
+        p = law([prompt + list(path) for path in joint])
+        joint = {
+            (*path, int(token)): weight * row[token]
+            for (path, weight), row in zip(joint.items(), p, strict=True)
+            for token in np.flatnonzero(row)
+        }
+    # Drafts: for each depth the tokens likeliest there, so that paths of every length are accepted.
+    marginal = np.zeros((2, engine.config.vocab_size))
+    for path, weight in joint.items():
+        for depth in (1, 2):
+            marginal[depth - 1, path[depth]] += weight
+    marginal[0, np.argsort(marginal[0])[-2]] = 0  # never drafted, so that some rounds accept nothing
+    drafts = Fixed(log_probs=jnp.log(jnp.asarray(marginal, jnp.float32)), budget=16, max_depth=2)
+    programs = with_speculation(engine, drafts, sampling)
+    drawn, last = run(programs, engine.parameters, [prompt] * runs, Limits(max_new_tokens=3), seed=5)
+    histogram = last.snapshot.accepted.sum(0)
+    assert (histogram[1:4] > runs / 50).all(), f"drafts must be accepted and rejected: {histogram}"
+
+    observed = dict.fromkeys(joint, 0)
+    for text in drawn:
+        observed[tuple(text)] += 1
+    # Cells expected fewer than 5 times are pooled, as the chi-square approximation asks.
+    cells = [(observed[path], weight * runs) for path, weight in joint.items()]
+    common = [cell for cell in cells if cell[1] >= 5]
+    rare = [cell for cell in cells if cell[1] < 5]
+    if rare:
+        common.append((sum(o for o, _ in rare), sum(e for _, e in rare)))
+    chi_square = sum((o - e) ** 2 / e for o, e in common if e > 0)
+    freedom = len(common) - 1
+    # Mean + 4 standard deviations of a chi-square; a path accepted 10 % too often adds about 0.01 · runs = 20.
+    assert chi_square < freedom + 4 * np.sqrt(2 * freedom), (chi_square, freedom)
+
+
+def test_sampled_text_is_the_plain_sampled_text(engines, prompts):
+    """Noise belongs to positions, so speculation does not even change the draw."""
+    sampling, limits = Sampling(temperature=1.0, top_p=0.9), Limits(max_new_tokens=12)
+    expected = texts(engines(), prompts, limits, sampling=sampling, seed=2)
+    assert texts(engines(), prompts, limits, Draft("ddtree", 16), sampling, seed=2) == expected
+    assert texts(engines(), prompts, limits, Draft("chain"), sampling, seed=2) == expected
+
+
+def test_synthetic_acceptance_has_the_wanted_mean(engines, prompts):
+    engine = engines()
+    programs = engine.programs(GREEDY, Draft("ddtree", 16, synthetic=3.25))
+    _, last = run(programs, engine.parameters, prompts * 4, Limits(max_new_tokens=120))
+    lengths = last.snapshot.accepted.sum(0)
+    assert set(np.flatnonzero(lengths)) == {3, 4}
+    assert lengths @ np.arange(len(lengths)) / lengths.sum() == pytest.approx(3.25, abs=0.1)
+
+
+def test_the_compiled_rounds_never_leave_the_device_and_copy_no_cache(engines):
+    engine = engines()
+    programs = engine.programs(GREEDY, Draft("ddtree", 7))
+
+    def compiled(capacity):
+        state = jax.eval_shape(
+            lambda: programs.start(
+                jnp.zeros((3, 2), jnp.uint32), jnp.ones(3, jnp.int32), capacity=capacity, max_new_tokens=8
+            )
+        )
+        program = programs.decode.lower(engine.parameters, state, jnp.int32(8)).compile()
+        return program, state.cache[0].latent.shape, sum(x.size * 4 for x in jax.tree.leaves(state.cache))
+
+    small, _, small_bytes = compiled(8192)
+    program, shape, cache_bytes = compiled(16384)
+    text = program.as_text()
+    for forbidden in ("callback", "outfeed", "infeed", "send(", "recv("):
+        assert forbidden not in text, forbidden
+    array = f"f32[{','.join(map(str, shape))}]"
+    assert array in text, "the cache must appear, or this test looks for the wrong thing"
+    copies = [line for line in text.splitlines() if " copy(" in line and f"= {array}" in line]
+    assert not copies, copies[:2]
+    memory = program.memory_analysis()
+    grown = memory.temp_size_in_bytes - small.memory_analysis().temp_size_in_bytes
+    assert grown < (cache_bytes - small_bytes) / 100, "temporaries must not grow with the cache"
+    assert memory.alias_size_in_bytes > cache_bytes, "the state is donated"
+
+
+def test_drafting_without_a_drafter_is_refused(engines):
+    engine = dataclasses.replace(engines(), drafter=None)
+    with pytest.raises(ValueError, match="needs a drafter"):
+        engine.programs(GREEDY, Draft("chain", 5))
+
+
+@pytest.mark.parametrize(("field", "value"), [("budget", -1), ("synthetic", 0.5)])
+def test_draft_settings_out_of_range_are_refused(field, value):
+    with pytest.raises(ValueError, match=field):
+        Draft(**{field: value})

@@ -1,0 +1,90 @@
+"""decode.py as a user runs it: in a process of its own."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def decode(*arguments, stdin="", expect=0):
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))}
+    result = subprocess.run(
+        [sys.executable, "scripts/decode.py", *arguments],
+        cwd=ROOT, input=stdin, capture_output=True, text=True, env=environment | {"COLUMNS": "200"},
+    )  # fmt: skip
+    assert result.returncode == expect, result.stderr
+    return result
+
+
+def test_json_output_and_nothing_else():
+    result = decode("Hello", "Sort 3 1 2", "--max-new-tokens", "6", "--json")
+    output = json.loads(result.stdout)
+    assert result.stderr == "", "with the plugin installed and no GPU, nothing noisy is printed"
+    assert [entry["prompt"] for entry in output["results"]] == ["Hello", "Sort 3 1 2"]
+    for entry in output["results"]:
+        assert len(entry["token_ids"]) == 6
+        assert entry["finish_reason"] == "length"
+        assert entry["thinking"]
+    summary = output["summary"]
+    assert summary["tokens"] == 12
+    assert summary["speculation"] == "ddtree"
+    assert summary["acceptance_length"] >= 1
+    assert "local" in summary["ran"]
+
+
+def test_nvl72_streams_the_same_text_and_one_line_sums_up():
+    """The README's first command, shortened; every kind of speculation and mesh gives one text."""
+    plain = decode("Hello there", "--max-new-tokens", "5", "--raw", "--speculation", "none")
+    drafted = decode("--mesh", "nvl72", "Hello there", "--max-new-tokens", "5", "--raw")
+    assert drafted.stdout == plain.stdout
+    assert plain.stdout.strip()
+    lines = drafted.stderr.splitlines()
+    assert "nvl72" in lines[0]
+    assert "72 CPU devices" in lines[0]
+    assert any("5 tokens in" in line for line in lines)
+
+
+def test_prompts_from_files_and_standard_input(tmp_path):
+    lines, messages = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    lines.write_text("First line\n\nSecond line\n")
+    chat = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "A"},
+    ]
+    messages.write_text(json.dumps({"messages": chat}) + "\n")
+    options = ("--max-new-tokens", "1", "--json", "--speculation", "none")
+    from_lines = json.loads(decode("--file", str(lines), *options).stdout)
+    assert [entry["prompt"] for entry in from_lines["results"]] == ["First line", "Second line"]
+    from_chat = json.loads(decode("--file", str(messages), *options).stdout)["results"][0]
+    assert from_chat["prompt"] == "A"
+    piped = json.loads(decode(*options, stdin="First line").stdout)["results"][0]
+    assert piped["token_ids"] == from_lines["results"][0]["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("x", "--mesh", "hgx-ib-36"), "four and a half|4.5 nodes"),
+        (("x", "--mesh", "nvl99"), "nvl72"),
+        (("x", "--checkpoint", "missing"), "missing/config.json"),
+        (("x", "--mesh", "nvl72", "--tp", "3"), "tp"),
+        (("x", "--temperature", "-1"), "temperature"),
+        (("x", "--budget", "-3"), "budget"),
+        (("x", "--file", "missing.txt"), "missing.txt"),
+        (("x", "--checkpoint", "tests/data/variant_ct", "--speculation", "chain"), "--drafter"),
+        (("x", "--checkpoint", "tests/data/variant_ct", "--drafter", "kimi_jax/assets/tiny_random_drafter"),
+         "num_target_layers"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_that_names_it(arguments, message):
+    result = decode(*arguments, expect=1)
+    assert re.search(message, result.stderr), result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
