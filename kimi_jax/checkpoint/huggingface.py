@@ -15,8 +15,9 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from kimi_jax import parameters
-from kimi_jax.checkpoint.plan import SKIPPED_FAMILIES, ArrayPlan, Plan, Read, Region, empty_block, plan, weight_shape
-from kimi_jax.checkpoint.safetensors import NUMPY_DTYPES, Files, Tensor, open_checkpoint
+from kimi_jax.checkpoint.plan import SKIPPED_FAMILIES, ArrayPlan, Plan, Read, Region, host_buffer, plan, weight_shape
+from kimi_jax.checkpoint.safetensors import NUMPY_DTYPES, CheckpointError, Files, Tensor, open_checkpoint
+from kimi_jax.parallel.placement import EMPTY
 from kimi_jax.parameters import Parameters, Rules
 
 CHUNK_BYTES = 8 << 20
@@ -24,6 +25,22 @@ CHUNK_BYTES = 8 << 20
 
 Progress = Callable[[int, int], None]
 """Called from reading threads, one at a time, with the bytes read so far and the bytes in all."""
+
+
+@dataclasses.dataclass
+class Counter:
+    """Bytes read so far, told to `progress`."""
+
+    progress: Progress | None
+    total: int
+    done: int = 0
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def add(self, nbytes: int) -> None:
+        if self.progress:
+            with self.lock:
+                self.done += nbytes
+                self.progress(self.done, self.total)
 
 
 def load(
@@ -64,12 +81,17 @@ def load(
 
 def read(matched: Plan, module: nnx.Module, *, progress: Progress | None = None, workers: int = 8) -> Parameters:
     """Executes this process's part of a plan. Raises CheckpointError as `load` does."""
-    process = jax.process_index()
-    arrays = matched.local(process)
-    budget, in_flight = 2 * matched.largest(process), 0
+    arrays = matched.local(jax.process_index())
+    total = matched.read_bytes(jax.process_index()) if progress else 0
+    leaves = read_arrays(arrays, Counter(progress, total), workers)
+    return parameters.from_leaves(module, leaves)
+
+
+def read_arrays(arrays: Sequence[ArrayPlan], count: Counter, workers: int) -> dict[parameters.Path, jax.Array]:
+    """Reads the local parts of some arrays of a plan. Raises CheckpointError as `load` does."""
+    budget, in_flight = 2 * max((array.nbytes for array in arrays), default=0), 0
     leaves: dict[parameters.Path, jax.Array] = {}
     waiting: deque[Reading] = deque()
-    count = Counter(progress, matched.read_bytes(process) if progress else 0)
 
     def finish() -> int:
         reading = waiting.popleft()
@@ -85,7 +107,7 @@ def read(matched: Plan, module: nnx.Module, *, progress: Progress | None = None,
             in_flight += array.nbytes
         while waiting:
             finish()
-    return parameters.from_leaves(module, leaves)
+    return leaves
 
 
 @contextlib.contextmanager
@@ -96,22 +118,6 @@ def reading_pool(workers: int) -> Iterator[concurrent.futures.ThreadPoolExecutor
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-@dataclasses.dataclass
-class Counter:
-    """Bytes read so far, told to `progress`."""
-
-    progress: Progress | None
-    total: int
-    done: int = 0
-    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-
-    def add(self, nbytes: int) -> None:
-        if self.progress:
-            with self.lock:
-                self.done += nbytes
-                self.progress(self.done, self.total)
 
 
 def _check_weight_shapes(
@@ -145,7 +151,10 @@ class Reading:
 
     @classmethod
     def start(cls, array: ArrayPlan, files: Files, pool: concurrent.futures.Executor, count: Counter) -> "Reading":
-        blocks = [empty_block(array, block) for block in array.blocks]
+        blocks = [
+            host_buffer(block.shape, array.declaration.dtype, zero=EMPTY in array.slots[block.slot : block.slot_end])
+            for block in array.blocks
+        ]
         # A block as [slots, rows, columns] of the tensors it is made of.
         matrices = [
             host.reshape(block.slot_end - block.slot, block.region.row_end - block.region.row, -1)
@@ -198,7 +207,7 @@ def _fill(read: Read, width: int, matrices: Sequence[np.ndarray], files: Files, 
     else:
         for row, line in enumerate(octets, region.row):
             files.read_into(tensor, (row * width + region.column) * dtype.itemsize, line)
-    _require_finite(tensor, buffer)
+    require_finite(f"{tensor.file}: {tensor.name}", buffer)
     if not alone:
         for target, whole in targets:
             target[...] = buffer[:, whole.column - region.column : whole.column_end - region.column]
@@ -209,11 +218,11 @@ def _columns(region: Region) -> tuple[int, int]:
     return region.column, region.column_end
 
 
-def _require_finite(tensor: Tensor, values: np.ndarray) -> None:
+def require_finite(where: str, values: np.ndarray) -> None:
     """Refuses NaN and infinity: floats whose exponent bits are all set."""
-    exponent = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}.get(tensor.dtype)
+    exponent = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}.get(values.dtype.name)
     if exponent is None:
         return
     bits = values.view(np.uint16 if values.itemsize == 2 else np.uint32)
     if ((bits & exponent) == exponent).any():
-        raise tensor.error("holds NaN or infinity; damaged file?")
+        raise CheckpointError(f"{where}: holds NaN or infinity; damaged file?")

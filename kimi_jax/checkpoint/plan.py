@@ -232,11 +232,7 @@ def plan(
         if declaration.stacked and declaration.path[-1] == "packed":
             shapes = find_all([key.removesuffix("_packed") + "_shape" for key in keys], (2,), ("I32", "I64"))
         slots = _slots(declaration, num_experts, slot_experts) if declaration.stacked else (0,)
-        sharding = NamedSharding(mesh, declaration.spec(rules))
-        try:
-            blocks = _blocks(declaration.shape, declaration.stacked, sharding)
-        except ValueError as error:
-            raise CheckpointError(f"{keys[0]}: cannot lie on this mesh: {error}") from None
+        sharding, blocks = lay_out(declaration, mesh, rules, keys[0])
         arrays.append(ArrayPlan(declaration, sharding, blocks, tensors, shapes, slots))
 
     skipped = []
@@ -249,6 +245,15 @@ def plan(
         raise CheckpointError(describe(problems))
     owners = {d: d.process_index for d in mesh.devices.flat} if process_of is None else process_of
     return Plan(tuple(arrays), owners, tuple(skipped))
+
+
+def lay_out(declaration: Declaration, mesh: Mesh, rules: Rules, key: str) -> tuple[NamedSharding, tuple[Block, ...]]:
+    """How an array lies on a mesh, and its distinct blocks. Raises CheckpointError with `key` where it cannot."""
+    sharding = NamedSharding(mesh, declaration.spec(rules))
+    try:
+        return sharding, _blocks(declaration.shape, declaration.stacked, sharding)
+    except ValueError as error:
+        raise CheckpointError(f"{key}: cannot lie on this mesh: {error}") from None
 
 
 def split_processes(mesh: Mesh, processes: int) -> "dict[Device, int]":
@@ -352,11 +357,9 @@ def _merge(wanted: tuple[Region, ...], width: int, itemsize: int) -> tuple[tuple
     return tuple(result)
 
 
-def empty_block(array: ArrayPlan, block: Block) -> np.ndarray:
-    """Host memory for one block, zero where its slots are empty, aligned so that CPU devices can use it in place."""
-    dtype, size = array.declaration.dtype, math.prod(block.shape)
-    alignment = 64
-    hollow = EMPTY in array.slots[block.slot : block.slot_end]
-    raw = (np.zeros if hollow else np.empty)(size * dtype.itemsize + alignment, np.uint8)
+def host_buffer(shape: tuple[int, ...], dtype: np.dtype, zero: bool) -> np.ndarray:
+    """Host memory for one block, aligned so that CPU devices can use it in place; zeros only where asked."""
+    size, alignment = math.prod(shape) * dtype.itemsize, 64
+    raw = (np.zeros if zero else np.empty)(size + alignment, np.uint8)
     first = -raw.ctypes.data % alignment
-    return raw[first : first + size * dtype.itemsize].view(dtype).reshape(block.shape)
+    return raw[first : first + size].view(dtype).reshape(shape)

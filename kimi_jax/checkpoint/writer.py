@@ -90,8 +90,7 @@ class Writer:
         slot_experts: Sequence[int] | None = None,
         extra_files: Iterable[Path] = (),
     ):
-        self.directory = Path(directory)
-        self._partial = self.directory.with_name(self.directory.name + ".incomplete")
+        self._directory = self._partial = Path(directory)
         self._prefix, self._num_experts = config_prefix, num_experts
         self._slot_experts = tuple(range(num_experts)) if slot_experts is None else tuple(slot_experts)
         self._config_json, self._extra_files = config_json, tuple(extra_files)
@@ -124,11 +123,7 @@ class Writer:
         return [(expert, self._prefix + declaration.key(expert)) for expert in experts]
 
     def __enter__(self) -> Self:
-        if jax.process_index() == 0:
-            if self.directory.exists() and (not self.directory.is_dir() or any(self.directory.iterdir())):
-                raise CheckpointError(f"{self.directory}: exists and is not an empty folder; name a new one")
-            shutil.rmtree(self._partial, ignore_errors=True)
-            self._partial.mkdir(parents=True)
+        self._partial = prepare(self._directory, self._extra_files)
         weight_map, total = {}, 0
         for name, tensors in self._shards.items():
             header, offsets = encode_header(tensors)
@@ -145,9 +140,7 @@ class Writer:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (self._partial / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True))
             (self._partial / "config.json").write_text(json.dumps(self._config_json, indent=2, sort_keys=True))
-            for extra in self._extra_files:
-                shutil.copyfile(extra, self._partial / extra.name)
-        _barrier("checkpoint created")
+        barrier("checkpoint created")
         return self
 
     def add(self, declaration: Declaration, array: jax.Array) -> None:
@@ -201,12 +194,8 @@ class Writer:
             raise CheckpointError(f"{self._partial}: {len(paths)} arrays were never written, first {paths[0]}")
         for name in self._shards:
             _sync(self._partial / name)
-        _barrier("checkpoint written")
-        if jax.process_index() == 0:
-            _sync(self._partial)
-            os.replace(self._partial, self.directory)
-            _sync(self.directory.parent)
-        _barrier("checkpoint complete")
+        barrier("checkpoint written")
+        publish(self._partial, self._directory)
 
 
 def _shape_key(packed_key: str) -> str:
@@ -228,6 +217,34 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _barrier(name: str) -> None:
+def prepare(directory: Path, extra_files: Iterable[Path]) -> Path:
+    """Creates `DIRECTORY.incomplete` with copies of `extra_files`, from the first process, and returns its path.
+
+    Raises:
+      CheckpointError: the folder itself exists and is not empty.
+    """
+    partial = directory.with_name(directory.name + ".incomplete")
+    if jax.process_index() == 0:
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise CheckpointError(f"{directory}: exists and is not an empty folder; name a new one")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for extra in extra_files:
+            shutil.copyfile(extra, partial / extra.name)
+    barrier("checkpoint folder")
+    return partial
+
+
+def publish(partial: Path, directory: Path) -> None:
+    """Gives a complete folder its name; nothing has that name before."""
+    if jax.process_index() == 0:
+        _sync(partial)
+        os.replace(partial, directory)
+        _sync(directory.parent)
+    barrier("checkpoint complete")
+
+
+def barrier(name: str) -> None:
+    """Waits for all processes."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)

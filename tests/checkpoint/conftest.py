@@ -96,8 +96,8 @@ def _make_mesh():
 def convert():
     """scripts/convert.py as a module."""
     spec = importlib.util.spec_from_file_location("convert", ASSETS.parents[1] / "scripts" / "convert.py")
-    assert spec and spec.loader
+    assert spec is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    spec.loader.exec_module(module)  # pyright: ignore[reportOptionalMemberAccess]
     yield module
     del sys.modules[spec.name]
