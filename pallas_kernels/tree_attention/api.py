@@ -59,6 +59,8 @@ def tree_attention(
     if choice.implementation == "reference":
         return reference.tree_attention(*arrays, scale=scale, valid=valid)
     kernel = selection.KERNELS[choice.implementation]
+    if not isinstance(config, kernel.Config | None):
+        raise ValueError(f"config is a {type(config).__module__}.Config, but {choice.implementation} was picked")
     return schedule.launch(
         kernel.attend, config or choice.config, *arrays, scale=scale, valid=valid, interpret=interpret
     )

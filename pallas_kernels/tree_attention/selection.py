@@ -115,8 +115,8 @@ def _tuning() -> dict:
 def _obstacle(name: str, positions: int, kv_lora_rank: int, rope: int, dtype) -> str | None:
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"the arrays are {jnp.dtype(dtype).name}, the tensor cores' tiles are bfloat16"
-    if kv_lora_rank % 128 or not 128 <= kv_lora_rank <= 512:
-        return f"kv_lora_rank is {kv_lora_rank}, a tile takes 128, 256, 384 or 512"
+    if kv_lora_rank not in (128, 256, 512):
+        return f"kv_lora_rank is {kv_lora_rank}, a tile takes 128, 256 or 512"
     if name == "blackwell_pair" and kv_lora_rank not in (256, 512):
         return f"kv_lora_rank is {kv_lora_rank}, a pair of blocks halves 256 or 512"
     if rope != 64:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.tree_attention import schedule
+from pallas_kernels.tree_attention import tree_attention
 from pallas_kernels.tree_attention.selection import KERNELS
 from pallas_kernels.tree_attention.shapes import SCALE, Shape, parents, problem
 
@@ -54,9 +54,9 @@ CASES = {(kernel, name): case for name, case in BOTH.items() for kernel in ("hop
 def test_it_matches_the_oracle_without_races(kernel, name, oracle, assert_matches):
     case, module = CASES[kernel, name], KERNELS[kernel]
     arguments = problem(case.shape, trees=case.trees, query_std=case.query_std)
-    config = module.Config(**case.options)
+    options = {"implementation": kernel, "config": module.Config(**case.options)}
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    run = jax.jit(lambda *a: schedule.launch(module.attend, config, *a, scale=SCALE, interpret=interpret))
+    run = jax.jit(lambda *a: tree_attention(*a, scale=SCALE, interpret=interpret, **options))
     # Probabilities and outputs are rounded to bfloat16 (2^-8 of the value); sums and scores are float32.
     lse_tolerance = 1e-5 if case.query_std < 1 else 1e-3
     assert_matches(run(*arguments), oracle(*arguments, scale=SCALE), tolerance=2**-7, lse_tolerance=lse_tolerance)

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.tree_attention import Device, choose, tree_attention
+from pallas_kernels.tree_attention import Device, blackwell, choose, tree_attention
 from pallas_kernels.tree_attention.selection import current_device
 from pallas_kernels.tree_attention.shapes import SCALE, SHAPES, Shape, problem
 
@@ -90,6 +90,20 @@ def test_an_unknown_name_is_refused():
     arguments = problem(Shape(1, 2, 1, 8, kv_lora_rank=16, rope=4))
     with pytest.raises(ValueError, match="unknown implementation 'flash'"):
         tree_attention(*arguments, scale=SCALE, implementation="flash")
+
+
+def test_launch_parameters_of_another_kernel_are_refused():
+    arguments = problem(Shape(1, 2, 8, 64, kv_lora_rank=128))
+    with pytest.raises(ValueError, match=r"blackwell\.Config, but hopper was picked"):
+        tree_attention(*arguments, scale=SCALE, implementation="hopper", config=blackwell.Config())
+
+
+def test_the_pair_form_is_taken_by_name_alone():
+    assert choose(**SIZES, device=GB300).implementation == "blackwell"
+    choice = choose(**SIZES, device=GB300, implementation="blackwell_pair")
+    assert (choice.config.row_multiple, choice.config.splits) == (128, 4)
+    with pytest.raises(ValueError, match="a pair of blocks halves 256 or 512"):
+        choose(**SIZES, kv_lora_rank=128, device=GB300, implementation="blackwell_pair")
 
 
 def test_the_device_is_the_meshs():
