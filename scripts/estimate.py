@@ -126,6 +126,10 @@ class Place(Load):
         chosen = {name: value for name in ("experts", "exchange") if (value := getattr(self, name))}
         return machine.with_layout(dataclasses.replace(machine.layout, **chosen))
 
+    def fixed(self) -> search.Fixed:
+        """What the layout options leave no choice about in a search."""
+        return search.Fixed(self.dp, self.ep, self.tp, self.experts, self.exchange)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PointOptions(Place):
@@ -168,7 +172,7 @@ def run_sweep(options: SweepOptions) -> None:
                 at = dataclasses.replace(options, context=context, concurrency=load)
                 for budget in options.budgets:
                     s = at.scenario(machine, options.gpu, budget)
-                    found = search.candidates(machine, s, (budget,)) if options.best_layout else []
+                    found = search.candidates(machine, s, (budget,), fixed=at.fixed()) if options.best_layout else []
                     results.append(max(found, key=lambda e: e.tokens_per_s_per_user, default=step.estimate(s)))
     _show(options.json, lambda: [report.summary(e) for e in results], report.estimates_table(results, "Sweep"))
 
@@ -188,7 +192,7 @@ class RecommendOptions(Place):
 
 
 def run_recommend(options: RecommendOptions) -> None:
-    """The best layout for a goal, the runner-up and why."""
+    """The best layout for a goal, the runner-up and why. Axes and other layout options that are given stay fixed."""
     machine = options.machine()
     found = search.recommend(
         machine,
@@ -197,6 +201,7 @@ def run_recommend(options: RecommendOptions) -> None:
         options.budgets,
         least_tokens_per_s_per_user=options.least_speed,
         with_cache_split=options.try_split_cache,
+        fixed=options.fixed(),
     )
     rows = [e for e in (found.best, found.runner_up) if e]
     table = report.estimates_table(rows, f"{machine.name}: best and runner-up")
@@ -234,7 +239,7 @@ def run_compare(options: CompareOptions) -> None:
             shown.append(report.comparison_table(rows, *names))
             changes = search.crossovers(rows, "left"), search.crossovers(rows, "right")
             for name, side in zip(names, changes, strict=True):
-                shown.append(f"{name}: " + "; ".join(f"from {load} requests {layout}" for load, layout in side))
+                shown.append(f"{name}, by requests: " + "; ".join(f"from {load} {layout}" for load, layout in side))
             crossings = dict(zip(names, changes, strict=True))
             data[" / ".join(names)] = {"rows": report.comparison_data(rows), "crossovers": crossings}
     _show(options.json, lambda: data, *shown)

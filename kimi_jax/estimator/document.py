@@ -68,7 +68,7 @@ def throughput(s: Scenario, loads: Sequence[int] = (1, 4, 16, 64, 256, 1024, 409
 
 def budget_scenarios(s: Scenario) -> dict[str, Scenario]:
     """The scenario's layout at 1, 8 and 64 requests."""
-    return {f"{load} requests": dataclasses.replace(s, concurrency=load) for load in (1, 8, 64)}
+    return {f"concurrency {load}": dataclasses.replace(s, concurrency=load) for load in (1, 8, 64)}
 
 
 def cluster_scaling() -> str:

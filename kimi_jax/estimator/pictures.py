@@ -72,7 +72,7 @@ def wall_picture(estimates: Sequence[Estimate]) -> Picture:
     )
     budget = estimates[0].scenario.budget
     return Picture(
-        "overhead_wall", f"One step of {estimates[0].scenario.concurrency} stream(s), budget {budget}, by part",
+        "overhead_wall", f"One step by part: concurrency {estimates[0].scenario.concurrency}, budget {budget}",
         "GPUs", "ms a step", series, is_log_x=True, is_stacked=True,
     )  # fmt: skip
 
@@ -130,7 +130,8 @@ def save_png(picture: Picture, path: Path) -> None:
     if picture.is_log_y:
         axes.set_yscale("log")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize="small")
     figure.savefig(path, dpi=150)
 
 

@@ -29,7 +29,30 @@ def error_band(estimate: Estimate) -> float:
     return ERROR_BAND["single-node" if layout.ep == 1 and layout.tp <= 8 else "wide-ep"]
 
 
-def layouts(machine: Preset, scenario: Scenario) -> Iterator[Preset]:
+@dataclass(frozen=True)
+class Fixed:
+    """What a search leaves alone; None is free."""
+
+    dp: int | None = None
+    ep: int | None = None
+    tp: int | None = None
+    experts: str | None = None
+    exchange: str | None = None
+
+    def allows(self, layout: Layout) -> bool:
+        """Whether a layout keeps to it. The exchange is free where there is nothing to exchange."""
+        wanted = {name: value for name, value in vars(self).items() if value is not None}
+        if layout.ep == 1:
+            wanted.pop("exchange", None)
+        if layout.tp == 1:
+            wanted.pop("experts", None)
+        return all(getattr(layout, name) == value for name, value in wanted.items())
+
+
+FREE = Fixed()
+
+
+def layouts(machine: Preset, scenario: Scenario, fixed: Fixed = FREE) -> Iterator[Preset]:
     """All layouts of a machine that the model's sizes allow, whole or with tp 16, 32 or 64 on most of it."""
     total = machine.layout.num_devices
     seen: set[Layout] = set()
@@ -47,7 +70,7 @@ def layouts(machine: Preset, scenario: Scenario) -> Iterator[Preset]:
                         check_model_layout(candidate, scenario.model)
                     except LayoutError:
                         continue
-                    if layout not in seen:
+                    if layout not in seen and fixed.allows(layout):
                         seen.add(layout)
                         yield candidate
 
@@ -82,11 +105,15 @@ def best_budget(scenario: Scenario, budgets: Iterable[int] = BUDGETS) -> Estimat
 
 
 def candidates(
-    machine: Preset, scenario: Scenario, budgets: Sequence[int] = BUDGETS, with_cache_split: bool = False
+    machine: Preset,
+    scenario: Scenario,
+    budgets: Sequence[int] = BUDGETS,
+    with_cache_split: bool = False,
+    fixed: Fixed = FREE,
 ) -> list[Estimate]:
     """Each layout of the machine at its best budget, those that do not fit left out."""
     found = []
-    for candidate in layouts(machine, scenario):
+    for candidate in layouts(machine, scenario, fixed):
         for split in (False, True) if with_cache_split and candidate.layout.tp > 1 else (False,):
             s = dataclasses.replace(scenario, preset=candidate, is_cache_split=split)
             estimate = best_budget(s, budgets)
@@ -103,6 +130,7 @@ def recommend(
     concurrencies: Sequence[int] = CONCURRENCIES,
     least_tokens_per_s_per_user: float = 0.0,
     with_cache_split: bool = False,
+    fixed: Fixed = FREE,
 ) -> Recommendation:
     """Find the best layout of a machine.
 
@@ -118,11 +146,11 @@ def recommend(
         estimate
         for load in loads
         for estimate in candidates(
-            machine, dataclasses.replace(scenario, concurrency=load), budgets, with_cache_split
+            machine, dataclasses.replace(scenario, concurrency=load), budgets, with_cache_split, fixed
         )
     ]
     if not every:
-        raise ValueError(_nothing_fits(machine, scenario))
+        raise ValueError(_nothing_fits(machine, scenario, fixed))
     enough = [e for e in every if e.tokens_per_s_per_user >= least_tokens_per_s_per_user]
     if not enough:
         fastest = max(e.tokens_per_s_per_user for e in every)
@@ -169,10 +197,13 @@ def _reasons(best: Estimate, other: Estimate | None) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def _nothing_fits(machine: Preset, scenario: Scenario) -> str:
+def _nothing_fits(machine: Preset, scenario: Scenario, fixed: Fixed) -> str:
     estimates = [
-        estimate_step(dataclasses.replace(scenario, preset=candidate)) for candidate in layouts(machine, scenario)
+        estimate_step(dataclasses.replace(scenario, preset=candidate))
+        for candidate in layouts(machine, scenario, fixed)
     ]
+    if not estimates:
+        return f"no layout of {machine.name} keeps to what was fixed: leave an axis free"
     closest = min(estimates, key=lambda e: e.memory.total)
     over = (closest.memory.total - closest.memory.capacity) / 1e9
     return (

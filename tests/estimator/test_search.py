@@ -107,3 +107,14 @@ def test_pareto_front():
             e.tokens_per_s_per_user > f.tokens_per_s_per_user and e.tokens_per_s_per_gpu > f.tokens_per_s_per_gpu
             for f in front
         )
+
+
+def test_what_is_fixed_stays():
+    machine, s = scenario("nvl", 72, "gb300", concurrency=64)
+    fixed = search.Fixed(ep=9, exchange="alltoall")
+    found = [candidate.layout for candidate in search.layouts(machine, s, fixed)]
+    assert found
+    assert {(layout.ep, layout.exchange) for layout in found} == {(9, "alltoall")}
+    assert search.recommend(machine, s, budgets=(7,), fixed=fixed).best.scenario.preset.layout.ep == 9
+    with pytest.raises(ValueError, match="leave an axis free"):
+        search.recommend(machine, s, budgets=(7,), fixed=search.Fixed(tp=3))
