@@ -78,6 +78,8 @@ class Options(MeshOptions):
     """Verify the best prefixes over all prompts of a device group instead of the same number for each."""
     synthetic_acceptance: float | None = None
     """Pretend this mean acceptance length, to measure throughput. The text is then meaningless."""
+    time_parts: bool = False
+    """Also measure the share of a round that drafting, verifying and committing take (compiles each of them)."""
     json: bool = False
     """Print one JSON object at the end instead of streaming text."""
 
@@ -212,17 +214,21 @@ def main(options: Options) -> None:
         status.print(report.summary(), style="dim", highlight=False)
         if kind != "none":
             status.print(report.table())
+        shares: dict[str, Any] = {}
+        if options.time_parts:
+            with status.status("timing the parts of a round"):
+                seconds = engine.part_seconds(ids, limits, sampling, draft, costs)
+            shares["round_seconds_by_part"] = seconds
+            whole = sum(seconds.values())
+            parts = ", ".join(f"{part} {time / whole:.0%}" for part, time in seconds.items())
+            status.print(f"a round takes {1e3 * whole:.1f} ms: {parts}", style="dim", highlight=False)
         if options.json:
             results = [
                 result(prompt, prompt_ids, reader)
                 for prompt, prompt_ids, reader in zip(prompts, ids, readers, strict=True)
             ]
-            print(
-                json.dumps(
-                    {"results": results, "summary": report.as_dict() | {"ran": opened.where, "speculation": kind}},
-                    ensure_ascii=False,
-                )
-            )
+            summary = report.as_dict() | {"ran": opened.where, "speculation": kind} | shares
+            print(json.dumps({"results": results, "summary": summary}, ensure_ascii=False))
 
 
 def round_costs_of(opened: Opened, context: int) -> "Callable[[int], CostTable]":

@@ -31,7 +31,7 @@ jax.config.update("jax_num_cpu_devices", 72)
 TESTS = Path(__file__).parent
 ASSETS = TESTS.parent / "kimi_jax" / "assets"
 
-DRAFTER = ASSETS / "tiny_random_drafter"
+CHECKPOINT, DRAFTER = ASSETS / "tiny_random", ASSETS / "tiny_random_drafter"
 
 MESHES = {
     "local": preset("local"),
@@ -52,15 +52,16 @@ def reference() -> dict[str, np.ndarray]:
 @pytest.fixture(scope="session")
 def engines():
     """Engines by mesh name and type, opened once."""
-    opened: dict[tuple[str, str], Engine] = {}
+    opened: dict[tuple, Engine] = {}
 
-    def engine(mesh: str = "local", dtype: str = "float32", checkpoint: Path = ASSETS / "tiny_random") -> Engine:
-        key = (mesh, dtype, str(checkpoint))
+    def engine(
+        mesh: str = "local", dtype: str = "float32", checkpoint: Path = CHECKPOINT, drafter: Path | None = DRAFTER
+    ) -> Engine:
+        key = (mesh, dtype, checkpoint)
         if key not in opened:
             machine = MESHES[mesh]
-            opened[key] = open_checkpoint(
-                checkpoint, build_mesh(machine, jax.devices()), machine.layout, jnp.dtype(dtype), DRAFTER
-            )
+            devices = build_mesh(machine, jax.devices())
+            opened[key] = open_checkpoint(checkpoint, devices, machine.layout, jnp.dtype(dtype), drafter)
         return opened[key]
 
     return engine

@@ -19,6 +19,7 @@ from kimi_jax.decoding.generate import Limits, Progress, generate
 from kimi_jax.decoding.programs import Programs
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.decoding.speculation import DFlashSpeculation, NoSpeculation, Speculation
+from kimi_jax.decoding.timing import part_seconds
 from kimi_jax.drafter.dflash import DFlash
 from kimi_jax.drafter.loader import load_drafter
 from kimi_jax.model.transformer import CausalLM
@@ -147,6 +148,19 @@ class Engine:
         # On GPUs float32 matrix products would be rounded to TF32 otherwise; bfloat16 ones do not change.
         with jax.default_matmul_precision("highest"):
             yield from generate(programs, self.parameters, prompts, limits, seed)
+
+    def part_seconds(
+        self,
+        prompts: Sequence[Sequence[int]],
+        limits: Limits,
+        sampling: Sampling,
+        draft: Draft = PLAIN,
+        costs: Costs | None = None,
+    ) -> dict[str, float]:
+        """Seconds of a round by part; see `decoding.timing`."""
+        programs = self.programs(sampling, draft, len(prompts), costs)
+        with jax.default_matmul_precision("highest"):
+            return part_seconds(programs, self.parameters, prompts, limits)
 
 
 def model_for(config: ModelConfig, layout: Layout) -> CausalLM:

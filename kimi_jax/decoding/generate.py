@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from kimi_jax.decoding.programs import Programs
 from kimi_jax.decoding.sampling import request_keys
-from kimi_jax.decoding.state import FINE, Snapshot
+from kimi_jax.decoding.state import FINE, DecodeState, Snapshot
 from kimi_jax.parallel.sharding import REQUESTS
 from kimi_jax.parameters import Parameters
 
@@ -63,11 +63,31 @@ def generate(
       NonFiniteLogitsError: naming the prompt and the position.
     """
     started = time.perf_counter()
+    parameters = {name: parameters[name] for name in programs.needs}
+    state = prefill(programs, parameters, prompts, limits, seed)
+    seen, rounds, done = [0] * len(prompts), 1, False
+    while not done:
+        state, snapshot = programs.decode(parameters, state, jnp.int32(rounds))
+        snapshot = jax.tree.map(lambda x: np.asarray(x)[: len(prompts)], snapshot)
+        _raise_if_failed(snapshot)
+        ends = snapshot.counts.tolist()
+        new = [snapshot.emitted[row, seen[row] : end].tolist() for row, end in enumerate(ends)]
+        finished = snapshot.finished.tolist()
+        seen, rounds, done = ends, limits.rounds_per_dispatch, all(finished)
+        yield Progress(new, finished, time.perf_counter() - started, snapshot)
+
+
+def prefill(
+    programs: Programs, parameters: Parameters, prompts: Sequence[Sequence[int]], limits: Limits, seed: int = 0
+) -> DecodeState:
+    """The state after all prompts have been run: their first tokens are drawn, none is emitted.
+
+    Raises ValueError as `generate` does.
+    """
     config = programs.model.config
     check_prompts(prompts, config.vocab_size, config.max_position_embeddings, limits.max_new_tokens)
     multiple = programs.request_multiple
     requests = -(-len(prompts) // multiple) * multiple
-    parameters = {name: parameters[name] for name in programs.needs}
     longest = max(map(len, prompts))
     chunk = min(limits.prefill_chunk, _power_of_two(longest))
     steps = programs.speculation.max_depth + 1
@@ -91,16 +111,7 @@ def generate(
             counts[row] = len(part)
         state = programs.prefill(parameters, state, place(tokens), place(counts))
 
-    seen, rounds, done = [0] * len(prompts), 1, False
-    while not done:
-        state, snapshot = programs.decode(parameters, state, jnp.int32(rounds))
-        snapshot = jax.tree.map(lambda x: np.asarray(x)[: len(prompts)], snapshot)
-        _raise_if_failed(snapshot)
-        ends = snapshot.counts.tolist()
-        new = [snapshot.emitted[row, seen[row] : end].tolist() for row, end in enumerate(ends)]
-        finished = snapshot.finished.tolist()
-        seen, rounds, done = ends, limits.rounds_per_dispatch, all(finished)
-        yield Progress(new, finished, time.perf_counter() - started, snapshot)
+    return state
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, positions: int, max_new_tokens: int) -> None:

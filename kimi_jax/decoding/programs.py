@@ -174,6 +174,38 @@ class Programs:
         in_specs = (self._weights, self._state, REPLICATED)
         return self._compile(decode, in_specs, (self._state, REPLICATED), donate=(1,))
 
+    @functools.cached_property
+    def parts(self) -> tuple[Callable[[Parameters, DecodeState], Any], ...]:
+        """Drafting alone, drafting and verifying, and a whole round, for timing: nothing is donated or kept."""
+
+        def draft(parameters: Parameters, state: DecodeState) -> DraftTree:
+            model, speculation = self._bind(parameters)
+            return speculation.propose(model, state)
+
+        def verify(parameters: Parameters, state: DecodeState) -> Verified:
+            model, speculation = self._bind(parameters)
+            tree = speculation.propose(model, state)
+            return speculation.verify(tree, functools.partial(self._verify, model, speculation, state))
+
+        def whole(parameters: Parameters, state: DecodeState) -> DecodeState:
+            return self._round(*self._bind(parameters), state)
+
+        in_specs = (self._weights, self._state)
+        return (
+            self._compile(draft, in_specs, REQUESTS),
+            self._compile(verify, in_specs, REQUESTS),
+            self._compile(whole, in_specs, self._state),
+        )
+
+    @functools.cached_property
+    def round(self) -> Callable[[Parameters, DecodeState], DecodeState]:
+        """`round(parameters, state)`: one round alone, the body of `decode`'s loop, for profiling."""
+
+        def round_(parameters: Parameters, state: DecodeState) -> DecodeState:
+            return self._round(*self._bind(parameters), state)
+
+        return self._compile(round_, (self._weights, self._state), self._state, donate=(1,))
+
     def _round(self, model: CausalLM, speculation: Speculation, state: DecodeState) -> DecodeState:
         """Draft, verify, accept, commit."""
         active = ~state.finished

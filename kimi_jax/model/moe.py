@@ -49,7 +49,7 @@ class Experts(nnx.Module):
         self.gate_proj = int4_stack(slots, (width, hidden), ("expert_mlp", None), group)
         self.up_proj = int4_stack(slots, (width, hidden), ("expert_mlp", None), group)
         self.down_proj = int4_stack(slots, (hidden, width), (None, "expert_mlp"), group)
-        self.group_size = group
+        self.group_size, self.num_experts = group, config.n_routed_experts
 
     @property
     def num_local(self) -> int:
@@ -63,7 +63,7 @@ class Experts(nnx.Module):
         gate, up, down = (_int4(projection) for projection in (self.gate_proj, self.up_proj, self.down_proj))
         out = int4_moe(
             x, slots, weights, gate.packed, gate.scale, up.packed, up.scale, down.packed, down.scale,
-            group_size=self.group_size,
+            group_size=self.group_size, num_experts=self.num_experts,
         )  # fmt: skip
         return out.astype(x.dtype)
 

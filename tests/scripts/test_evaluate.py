@@ -1,0 +1,44 @@
+"""evaluate.py as a user runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+ROOT = Path(__file__).parents[2]
+
+
+def evaluate(*arguments, expect=0):
+    result = subprocess.run(
+        [sys.executable, "scripts/evaluate.py", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == expect, result.stderr
+    return result
+
+
+@pytest.mark.parametrize("mesh", ["local", "hgx-ib-16"])
+def test_logits_are_the_references(mesh, tmp_path):
+    reference = load_file(ROOT / "tests" / "data" / "reference.safetensors")
+    ids, output = tmp_path / "ids.json", tmp_path / "logits.npz"
+    ids.write_text(json.dumps(reference["input_ids"].tolist()))
+    evaluate("logits", "--mesh", mesh, "--input-ids", ids, "--output", output)
+    values = np.load(output)["logits"]
+    assert values.dtype == np.float32
+    np.testing.assert_allclose(values, reference["logits"], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "not JSON"), ("[]", "non-empty"), ("[[1, 2], [3]]", "list 1 has 1 ids"), ("[[1, 99999]]", "99999")],
+)
+def test_bad_ids_are_named(content, message, tmp_path):
+    (tmp_path / "ids.json").write_text(content)
+    result = evaluate(
+        "logits", "--input-ids", tmp_path / "ids.json", "--output", tmp_path / "logits.npz", expect=1
+    )
+    assert message in result.stderr
+    assert not (tmp_path / "logits.npz").exists()
