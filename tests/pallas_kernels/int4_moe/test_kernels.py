@@ -113,7 +113,7 @@ def _slot_released_without_a_fence(monkeypatch):
 def test_a_missing_wait_is_seen(fault, monkeypatch):
     problem = Problem(slots=3, hidden=128, width=64)
     fault(monkeypatch)
-    with pytest.raises(Exception, match="(?i)race|nan|AssertionError|barrier"):
+    with pytest.raises(Exception, match=r"(?i)race"):
         check(small_plan("mma", ctas=1), problem, 11, 2, ("random",))
 
 

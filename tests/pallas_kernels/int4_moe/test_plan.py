@@ -1,3 +1,5 @@
+import re
+
 import jax.numpy as jnp
 import pytest
 
@@ -47,7 +49,8 @@ def test_tile_rows_follow_the_rows_an_expert_meets():
 
 
 def test_few_active_experts_share_k_among_ctas():
-    # One row under TP-8: 8 experts x 2 blocks of 128 features are 16 items for 132 cores; 7 shares make 112, 14 make 224.
+    # One row under TP-8: 8 experts x 2 blocks of 128 features are 16 items for 132 cores; 7 shares of k make 112,
+    # 14 make 224.
     chosen = plan(tensor_parallel(1, 8), jnp.bfloat16, H200)
     assert chosen.gate_up.split == 14
     assert chosen.down.split == 1
@@ -74,8 +77,6 @@ def test_workspace_is_the_temporaries_of_the_worst_routing():
 def test_falls_back_aloud_and_refuses_by_name(target, dtype, shape, reason):
     chosen = plan(shape, dtype, target)
     assert chosen.implementation == "reference"
-    import re
-
     assert re.search(reason, chosen.reason)
     with pytest.raises(ValueError, match=reason):
         plan(shape, dtype, target, "warp")

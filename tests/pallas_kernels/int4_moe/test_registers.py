@@ -29,7 +29,7 @@ def test_pair_order_is_a_permutation_with_an_inverse():
 
 
 def test_layouts_are_the_fragments_of_the_ptx_manual():
-    """m16n8k16: lane l holds rows l/4 and l/4 + 8 of A and C, column l/4 of B, columns 2 (l%4) and the next of A and C."""
+    """m16n8k16: lane l holds rows l/4 and l/4 + 8 and columns 2 (l%4) and the next of A and C, column l/4 of B."""
 
     def rows_columns(layout, shape):
         return np.divmod(element_index(layout.to_mgpu(), shape), shape[1])
