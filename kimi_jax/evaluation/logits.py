@@ -81,7 +81,8 @@ def logits(
         counts = np.where(np.arange(requests) < count, min(chunk, length - first), 0).astype(np.int32)
         tokens = jax.device_put(padded[:, first : first + chunk], sharding)
         with jax.default_matmul_precision("highest"):
-            cache, lengths, part = run(engine.parameters["target"], cache, lengths, tokens, jax.device_put(counts, sharding))
+            counts = jax.device_put(counts, sharding)
+            cache, lengths, part = run(engine.parameters["target"], cache, lengths, tokens, counts)
         parts.append(np.asarray(part)[:count, : min(chunk, length - first)])
         if progress:
             progress(min(first + chunk, length), length)

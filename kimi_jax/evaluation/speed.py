@@ -1,0 +1,82 @@
+"""How fast one checkpoint decodes with each kind of speculation: same prompts, same run, medians and spread."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from kimi_jax.decoding.engine import Costs, Draft, Engine
+from kimi_jax.decoding.generate import Limits
+from kimi_jax.decoding.report import Report
+from kimi_jax.decoding.sampling import Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """Decoding speed of one kind of speculation over repeated runs of the same prompts, one at a time."""
+
+    draft: Draft
+    tokens_per_second: list[float]
+    """Of each repetition: all prompts' tokens after the first over the time they took, compilation excluded."""
+    acceptance_length: float
+    same_text: bool
+    """Whether every prompt's tokens are those of the first kind."""
+
+    @property
+    def median(self) -> float:
+        """Tokens per second."""
+        return statistics.median(self.tokens_per_second)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the extremes, over the median."""
+        return (max(self.tokens_per_second) - min(self.tokens_per_second)) / 2 / self.median
+
+
+def measure_speculation(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    drafts: Sequence[Draft],
+    *,
+    max_new_tokens: int,
+    repeats: int,
+    costs: Costs | None = None,
+    progress: Callable[[], None] | None = None,
+) -> list[Speed]:
+    """Decodes every prompt alone with every kind, `repeats` times, the kinds taking turns within a repetition.
+
+    Turns keep a slow moment of the machine from falling on one kind alone. A first repetition compiles and is not
+    counted. The time is the device's: rounds run in dispatches as large as the text, so the host is asked once.
+    """
+    limits = Limits(max_new_tokens=max_new_tokens, rounds_per_dispatch=max_new_tokens)
+    greedy = Sampling()
+    rates: list[list[float]] = [[] for _ in drafts]
+    texts: list[list[list[int]]] = [[] for _ in drafts]
+    lengths = [0.0 for _ in drafts]
+    for repeat in range(repeats + 1):
+        for kind, draft in enumerate(drafts):
+            tokens = seconds = 0.0
+            accepted = rounds = 0
+            texts[kind] = []
+            for prompt in prompts:
+                report, text, started, first = Report(1), [], 0.0, 0
+                for step in engine.generate([prompt], limits, greedy, draft=draft, costs=costs):
+                    if not report.seconds:
+                        started = time.perf_counter()
+                        first = len(step.new_tokens[0])
+                    report.add(step)
+                    text += step.new_tokens[0]
+                seconds += time.perf_counter() - started
+                tokens += len(text) - first
+                texts[kind].append(text)
+                rounds += int(report.histogram.sum())
+                accepted += int(report.histogram @ range(len(report.histogram)))
+            lengths[kind] = accepted / max(rounds, 1)
+            if repeat:
+                rates[kind].append(tokens / seconds if seconds else 0.0)
+            if progress:
+                progress()
+    return [
+        Speed(draft, rate, length, text == texts[0])
+        for draft, rate, length, text in zip(drafts, rates, lengths, texts, strict=True)
+    ]
