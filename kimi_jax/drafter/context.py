@@ -54,19 +54,14 @@ def write_slots(
     return jnp.where(kept, (start[:, None] + row) % window, window)
 
 
-def write(
-    layer: LayerContext,
-    slots: Int[Array, "requests rows"],
-    keys: Float[Array, "requests rows kv_heads head_dim"],
-    values: Float[Array, "requests rows kv_heads head_dim"],
-) -> LayerContext:
+def write(ring: LayerContext, slots: Int[Array, "requests rows"], rows: LayerContext) -> LayerContext:
     """The ring with new rows in their slots; in place where the ring is donated."""
     request = jnp.arange(slots.shape[0])[:, None]
 
-    def put(ring: Array, new: Array) -> Array:
-        return ring.at[request, slots].set(new.astype(ring.dtype), mode="drop")
+    def put(old: Array, new: Array) -> Array:
+        return old.at[request, slots].set(new.astype(old.dtype), mode="drop")
 
-    return LayerContext(put(layer.keys, keys), put(layer.values, values))
+    return LayerContext(put(ring.keys, rows.keys), put(ring.values, rows.values))
 
 
 def slot_positions(

@@ -183,12 +183,17 @@ class DFlash(nnx.Module):
         prompt, a chunk of it, or the accepted path of a round.
         """
         slots = write_slots(start, count, taps.shape[1], context[0].keys.shape[1])
+        return [write(ring, slots, new) for ring, new in zip(context, self.context_rows(taps, start), strict=True)]
+
+    def context_rows(self, taps: Float[Array, "requests rows taps hidden"], start: Int[Array, " requests"]) -> Context:
+        """Keys and values of the rows themselves, at positions `start` and on.
+
+        With `start` 0 and whole texts, position p stands in slot p: a context for blocks anywhere in them, as training
+        uses it.
+        """
         turn = self._turn(start, taps.shape[1])
         fused = self.fuse(taps)
-        return [
-            write(ring, slots, *layer.self_attn.keys_and_values(fused, turn))
-            for layer, ring in zip(self.layers, context, strict=True)
-        ]
+        return [LayerContext(*layer.self_attn.keys_and_values(fused, turn)) for layer in self.layers]
 
     def draft(
         self,
