@@ -1,0 +1,81 @@
+"""Which implementation each hot operation takes on a mesh, why, and whether it computes what it should."""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from kimi_jax.config import ModelConfig
+from kimi_jax.parallel.placement import Placement
+from meshes.presets import Layout
+from pallas_kernels import int4_moe, tree_attention
+
+if TYPE_CHECKING:
+    from jaxlib._jax import Device
+
+
+@dataclasses.dataclass(frozen=True)
+class Pick:
+    """What serves one operation."""
+
+    operation: str
+    implementation: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.implementation}"
+
+
+def picks(
+    config: ModelConfig,
+    placement: Placement,
+    layout: Layout,
+    mesh: Mesh,
+    dtype: DTypeLike,
+    *,
+    requests: int,
+    rows: int,
+    capacity: int,
+) -> list[Pick]:
+    """For a step of `rows` rows on each of `requests` in the whole system, with caches of `capacity` positions."""
+    device = mesh.devices.flat[0]
+    target = int4_moe.target_of(device)
+    local_requests = -(-requests // (layout.dp * layout.ep))
+    width = config.moe_intermediate_size // (layout.tp if layout.experts == "width" else 1)
+    shape = int4_moe.Shape(
+        rows=local_requests * rows * layout.ep,
+        top_k=config.num_experts_per_tok,
+        slots=placement.num_slots // layout.expert_ranks,
+        hidden=config.hidden_size,
+        width=width,
+        num_experts=config.n_routed_experts,
+    )
+    experts = int4_moe.plan(shape, jnp.dtype(dtype), target)
+    attention = tree_attention.choose(
+        requests=local_requests,
+        rows=rows,
+        heads=config.num_attention_heads // layout.tp,
+        positions=capacity,
+        kv_lora_rank=config.kv_lora_rank,
+        rope=config.qk_rope_head_dim,
+        dtype=dtype,
+        device=tree_attention.Device(device.platform, target.device_kind, target.core_count),
+    )
+    return [
+        Pick("experts", experts.implementation, experts.reason),
+        Pick("attention", attention.implementation, attention.reason),
+    ]
+
+
+def check(device: "Device") -> None:
+    """Compares the kernels this device would use with their references on small problems.
+
+    Raises:
+      RuntimeError: a kernel differs by more than rounding; nothing may rely on it.
+    """
+    with jax.default_device(device):
+        int4_moe.self_check(int4_moe.target_of(device))
+        tree_attention.self_check()
