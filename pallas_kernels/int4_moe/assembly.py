@@ -81,7 +81,7 @@ _MARK = "\n@@program@@\n"
 def _read(text: str, program: dict[str, int]) -> Assembly:
     report = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
     reports = [[int(v) for v in found] for found in re.findall(report, text, flags=re.DOTALL)]
-    modules = re.split(r"(?=^\s*\.version )", text, flags=re.MULTILINE)[1:]
+    modules = re.split(r"(?=^\.version )", text, flags=re.MULTILINE)[1:]
     kernels = [
         Kernel(registers, stack, stores + loads, {opcode: module.count(opcode) for opcode in _OPCODES})
         for (stack, stores, loads, registers), module in zip(reports, modules, strict=True)
