@@ -2,18 +2,23 @@
 
 Examples:
   uv run scripts/convert.py plan --checkpoint DIR --mesh nvl72 --processes 18
+  uv run scripts/convert.py to-orbax --checkpoint DIR --output SHARDED
+  uv run scripts/convert.py to-hf --checkpoint SHARDED --output DIR
 """
 
+import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import tyro
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from kimi_jax.cli import MeshOptions, errors_in_one_line
+from kimi_jax.cli import BUNDLED_CHECKPOINT, MeshOptions, errors_in_one_line
 from meshes.devices import build_mesh, simulate
 
 GB = 1e9
@@ -33,7 +38,7 @@ class PlanOptions(MeshOptions):
 
 def run_plan(options: PlanOptions) -> None:
     """Show what each process would read and hold, from the headers alone; nothing else is read."""
-    out = Console()
+    out = Console(soft_wrap=True)
     with errors_in_one_line(Console(stderr=True, soft_wrap=True)):
         machine = options.preset()
         mesh = build_mesh(machine, simulate(machine.layout.num_devices))
@@ -107,5 +112,71 @@ def _range(sizes: list[int]) -> str:
     return f"{low:,.3f}" if low == high else f"{low:,.3f} to {high:,.3f}"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """Options of `to-orbax` and `to-hf`."""
+
+    checkpoint: Path = BUNDLED_CHECKPOINT
+    """Folder to read."""
+    output: Path
+    """Folder to create; it appears when it is complete."""
+    workers: int = 8
+    """Reading threads."""
+
+
+def run_to_orbax(options: ConvertOptions) -> None:
+    """Write an HF checkpoint as a sharded one, a layer in memory at a time; needs no GPU."""
+    with _conversion(options) as (config, progress):
+        from kimi_jax.checkpoint.convert import to_orbax
+        from kimi_jax.model.transformer import CausalLM
+
+        to_orbax(
+            options.checkpoint, options.output, CausalLM(config), config.key_prefix,
+            num_experts=config.n_routed_experts, dtype="bfloat16", progress=progress, workers=options.workers,
+        )  # fmt: skip
+
+
+def run_to_hf(options: ConvertOptions) -> None:
+    """Write a sharded checkpoint in the HF layout, tensors byte-identical; needs no GPU."""
+    with _conversion(options) as (config, progress):
+        from kimi_jax.checkpoint.convert import to_huggingface
+        from kimi_jax.model.transformer import CausalLM
+
+        to_huggingface(
+            options.checkpoint, options.output, CausalLM(config), config.key_prefix,
+            num_experts=config.n_routed_experts, progress=progress, workers=options.workers,
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _conversion(options: ConvertOptions) -> Iterator[tuple]:
+    """The model's configuration and a progress bar for a conversion on this machine's CPU."""
+    status = Console(stderr=True, soft_wrap=True)
+    columns = (
+        TextColumn("reading {task.fields[name]}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    with errors_in_one_line(status):
+        simulate(1)
+        from kimi_jax.config import ModelConfig
+
+        config = ModelConfig.from_json(options.checkpoint)
+        started = time.perf_counter()
+        with Progress(*columns, console=status, transient=True) as bar:
+            task = bar.add_task("read", total=None, name=options.checkpoint.name)
+
+            def progress(done: int, total: int) -> None:
+                bar.update(task, completed=done, total=total)
+
+            yield config, progress
+        size = sum(path.stat().st_size for path in options.output.rglob("*") if path.is_file())
+        seconds = time.perf_counter() - started
+        status.print(f"{options.output}: {size / GB:,.3f} GB in {seconds:,.1f} s", style="dim", highlight=False)
+
+
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"plan": run_plan}, description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
+    tyro.extras.subcommand_cli_from_dict(
+        {"plan": run_plan, "to-orbax": run_to_orbax, "to-hf": run_to_hf},
+        description=__doc__,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )

@@ -1,7 +1,9 @@
 """Sharded checkpoints: bit-exact onto any mesh and placement, refused when anything is missing or damaged."""
 
 import json
+import shutil
 import tracemalloc
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from kimi_jax.checkpoint import convert, orbax
+from kimi_jax.checkpoint import convert as conversion
+from kimi_jax.checkpoint import orbax
 from kimi_jax.checkpoint.safetensors import CheckpointError
 from kimi_jax.checkpoint.writer import leaf
+from kimi_jax.config import ModelConfig
+from kimi_jax.model.transformer import CausalLM
 from kimi_jax.parallel.placement import EMPTY, Placement, even_placement
 from kimi_jax.parameters import declarations
 
@@ -23,7 +28,7 @@ BODY = "parts/layer-00001"
 
 def to_orbax(checkpoint, target, **options):
     config = checkpoint.config
-    convert.to_orbax(
+    conversion.to_orbax(
         checkpoint.directory, target, checkpoint.module(), config.key_prefix,
         num_experts=config.n_routed_experts, dtype=jnp.bfloat16, **options,
     )  # fmt: skip
@@ -46,17 +51,12 @@ def assert_same(one, two):
 
 
 @pytest.fixture(scope="module")
-def converted(tmp_path_factory, request):
+def converted(tmp_path_factory):
     """The bundled checkpoint as a sharded one, converted once; tests that damage it copy it."""
-    from pathlib import Path
-
     source = Path(__file__).parents[2] / "kimi_jax" / "assets" / "tiny_random"
     target = tmp_path_factory.mktemp("orbax") / "tiny"
-    from kimi_jax.config import ModelConfig
-    from kimi_jax.model.transformer import CausalLM
-
     config = ModelConfig.from_json(source)
-    convert.to_orbax(
+    conversion.to_orbax(
         source, target, CausalLM(config), config.key_prefix, num_experts=config.n_routed_experts, dtype=jnp.bfloat16
     )
     return target
@@ -115,7 +115,7 @@ def test_chunks_are_experts(converted):
 
 def test_back_to_the_hf_layout_byte_for_byte(tiny, converted, tmp_path):
     config = tiny.config
-    convert.to_huggingface(
+    conversion.to_huggingface(
         converted, tmp_path / "hf", tiny.module(), config.key_prefix, num_experts=config.n_routed_experts
     )
     back = type(tiny)(tmp_path / "hf")
@@ -147,8 +147,6 @@ def test_conversion_holds_one_layer_at_a_time(tiny, tmp_path):
 
 @pytest.fixture
 def copy(converted, tmp_path):
-    import shutil
-
     return shutil.copytree(converted, tmp_path / "copy")
 
 
@@ -256,3 +254,15 @@ def test_progress_counts_every_byte(tiny, converted, make_mesh):
     restore(converted, tiny, make_mesh(1, 2, 2), placement=even_placement(16, 4), progress=lambda *s: seen.append(s))
     total = sum(np.prod(d.shape) * d.dtype.itemsize for d in declarations(tiny.module()))
     assert seen[-1] == (total, total)
+
+
+def test_convert_commands(tiny, convert, tmp_path, capsys):
+    convert.run_to_orbax(convert.ConvertOptions(checkpoint=tiny.directory, output=tmp_path / "sharded"))
+    convert.run_to_hf(convert.ConvertOptions(checkpoint=tmp_path / "sharded", output=tmp_path / "hf"))
+    written = type(tiny)(tmp_path / "hf").tensors()
+    for key, value in tiny.tensors().items():
+        if key.startswith("language_model."):
+            assert written[key].tobytes() == value.tobytes(), key
+    with pytest.raises(SystemExit):
+        convert.run_to_orbax(convert.ConvertOptions(checkpoint=tiny.directory, output=tmp_path / "sharded"))
+    assert "exists and is not an empty folder" in capsys.readouterr().err
