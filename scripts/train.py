@@ -68,7 +68,7 @@ class Drafter(Common):
     """Checkpoint of the target."""
     loss: DraftLoss = dataclasses.field(default_factory=DraftLoss)
     """Weights of the positions in a block."""
-    texts: int = 4096
+    texts: int = 1536
     """Training prompts that the target answers."""
 
 

@@ -55,17 +55,24 @@ def as_chat(engine: Engine, prompt: str, answer: Sequence[int]) -> Chat:
     return Chat([*prompt_ids, *answer], len(prompt_ids) - 1)
 
 
+def finished_chats(engine: Engine, prompts: Sequence[str], answers: Sequence[Sequence[int]]) -> list[Chat]:
+    """Prompts with the answers that ended by themselves; the others have run away and say nothing."""
+    pairs = zip(prompts, answers, strict=True)
+    return [as_chat(engine, prompt, ids) for prompt, ids in pairs if ids and ids[-1] in engine.stop_ids]
+
+
 def training_generations(
     engine: Engine, path: Path, texts: int, seed: int, progress: Callable[[int], None] | None = None
 ) -> list[Chat]:
-    """Answers to training prompts, read from `path` where a run of the same kind has written them, else generated."""
+    """Answers to training prompts, read from `path` where the same prompts have been answered, else generated.
+
+    A run's directory belongs to one target: another one needs another directory.
+    """
     stream = training_stream(np.random.default_rng([seed, 1]))
     examples: list[Example] = [next(stream) for _ in range(texts)]
     prompts = [example.prompt for example in examples]
-    if path.exists():
-        saved = json.loads(path.read_text())
-        if saved["prompts"] == prompts:
-            return [as_chat(engine, prompt, ids) for prompt, ids in zip(prompts, saved["answers"], strict=True)]
-    answers = generate_answers(engine, prompts, progress=progress)
-    path.write_text(json.dumps({"prompts": prompts, "answers": answers}))
-    return [as_chat(engine, prompt, ids) for prompt, ids in zip(prompts, answers, strict=True)]
+    saved = json.loads(path.read_text()) if path.exists() else {}
+    if saved.get("prompts") != prompts:
+        saved = {"prompts": prompts, "answers": generate_answers(engine, prompts, progress=progress)}
+        path.write_text(json.dumps(saved))
+    return finished_chats(engine, prompts, saved["answers"])

@@ -20,7 +20,7 @@ from kimi_jax.tokenizer import Tokenizer
 from kimi_jax.training import data, small, tasks
 from kimi_jax.training.drafter import anchored_texts, block_logits, chain_rounds, draft_step
 from kimi_jax.training.export import dequantize_experts, export_drafter, export_target
-from kimi_jax.training.generations import as_chat, generate_answers, training_generations
+from kimi_jax.training.generations import finished_chats, generate_answers, training_generations
 from kimi_jax.training.loop import LoopOptions, Run, restore, run
 from kimi_jax.training.target import (
     Recipe,
@@ -89,7 +89,7 @@ def held_out_evaluation(
 class TargetRun:
     """The target's run: everything that its result depends on."""
 
-    recipe: TargetRecipe = dataclasses.field(default_factory=lambda: TargetRecipe(steps=6_000))
+    recipe: TargetRecipe = dataclasses.field(default_factory=lambda: TargetRecipe(steps=12_000))
     shape: BatchShape = dataclasses.field(default_factory=BatchShape)
     seed: int = 0
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -140,7 +140,7 @@ class DrafterRun:
 
     recipe: Recipe = dataclasses.field(default_factory=lambda: Recipe(steps=2000, learning_rate=3e-3))
     loss: DraftLoss = dataclasses.field(default_factory=DraftLoss)
-    texts: int = 4096
+    texts: int = 1536
     """Training prompts answered by the target."""
     texts_per_step: int = 8
     length: int = 96
@@ -205,15 +205,15 @@ class DrafterRun:
         self, engine: Engine, drafter: DFlash, target: Any, mesh: Mesh, prompts: int
     ) -> Callable[[Parameters, TrainState], Mapping[str, float]]:
         """Chain acceptance length by family on held-out prompts, following the target's own answers."""
-        families = {family: tasks.held_out(family, prompts) for family in tasks.FAMILIES}
-        asked = [example.prompt for examples in families.values() for example in examples]
-        chats = [as_chat(engine, p, a) for p, a in zip(asked, generate_answers(engine, asked), strict=True)]
-        batches = []
-        for first in range(0, len(chats), prompts):
-            every = anchored_texts(
-                chats[first : first + prompts], np.random.default_rng(0), length=self.length, anchors=self.length
-            )
-            batches.append(jax.device_put(every, NamedSharding(mesh, PartitionSpec())))
+        asked = [example.prompt for family in tasks.FAMILIES for example in tasks.held_out(family, prompts)]
+        answers = generate_answers(engine, asked, batch=len(asked))
+        families: dict[str, tuple[list[data.Chat], Any]] = {}
+        for index, family in enumerate(tasks.FAMILIES):
+            part = slice(index * prompts, (index + 1) * prompts)
+            chats = finished_chats(engine, asked[part], answers[part])
+            if chats:
+                every = anchored_texts(chats, np.random.default_rng(0), length=self.length, anchors=self.length)
+                families[family] = chats, jax.device_put(every, NamedSharding(mesh, PartitionSpec()))
 
         def drafts(parameters: Parameters, frozen: Parameters, texts: Any) -> jax.Array:
             return block_logits(bind(drafter, parameters), bind(target, frozen), texts).argmax(-1)
@@ -222,10 +222,10 @@ class DrafterRun:
 
         def measure(frozen: Parameters, state: TrainState) -> Mapping[str, float]:
             scores: dict[str, float] = {}
-            for index, (family, batch) in enumerate(zip(families, batches, strict=True)):
+            for family, (chats, batch) in families.items():
                 drafted, anchors = np.asarray(compiled(state.parameters, frozen, batch)), np.asarray(batch.anchors)
                 rounds: list[int] = []
-                for row, chat in enumerate(chats[index * prompts : (index + 1) * prompts]):
+                for row, chat in enumerate(chats):
                     by_position = np.zeros((self.length, drafted.shape[2]), np.int64)
                     by_position[anchors[row][anchors[row] >= 0]] = drafted[row][anchors[row] >= 0]
                     # The prompt ends with </think>, so the first anchor is the first token of the answer.

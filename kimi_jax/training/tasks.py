@@ -140,15 +140,13 @@ def to_json(rng: np.random.Generator) -> Example:
 
 
 def table(rng: np.random.Generator) -> Example:
-    """Three rows of a small table, in the order asked for."""
-    names = rng.permutation(NAMES)[: rng.integers(4, 7)]
-    rows = dict(zip(names, rng.permutation(COLOURS), strict=False))
-    wanted = rng.permutation(names)[:3]
-    listed = ", ".join(f"{name} {colour}" for name, colour in rows.items())
-    asked = ", ".join(wanted)
-    prompt = _pick(rng, f"Table: {listed}. Find {asked}.", f"Find {asked} in the table: {listed}.")
-    answer = "Found: " + ", ".join(f"{name} {rows[name]}" for name in wanted) + "."
-    return Example("table", f"{listed} {asked}", prompt, answer)
+    """One value looked up in a small table."""
+    keys = rng.permutation(COLOURS)[: rng.integers(3, 6)]
+    values = [int(x) for x in rng.choice(np.arange(100, 1000), len(keys), replace=False)]
+    wanted = int(rng.integers(len(keys)))
+    listed = ", ".join(f"{key} {value}" for key, value in zip(keys, values, strict=True))
+    prompt = f"Table: {listed}. " + _pick(rng, f"Find {keys[wanted]}.", f"What is the value of {keys[wanted]}?")
+    return Example("table", f"{listed} {keys[wanted]}", prompt, f"The value of {keys[wanted]} is {values[wanted]}.")
 
 
 def story(rng: np.random.Generator) -> Example:
@@ -193,10 +191,16 @@ def generate(family: str, split: Split, rng: np.random.Generator) -> Example:
     return example
 
 
-def training_stream(rng: np.random.Generator) -> Iterator[Example]:
-    """Endless training examples, families drawn by MIXTURE."""
-    names = list(MIXTURE)
-    weights = np.array([MIXTURE[name] for name in names])
+LATE_MIXTURE: Mapping[str, float] = {**MIXTURE, "table": 6.0}
+"""The mixture from step LATE on: looking a key up is learned last, and takes many examples."""
+LATE = 6500
+
+
+def training_stream(rng: np.random.Generator, step: int = 0) -> Iterator[Example]:
+    """Endless training examples, families drawn by MIXTURE, from step LATE on by LATE_MIXTURE."""
+    mixture = LATE_MIXTURE if step >= LATE else MIXTURE
+    names = list(mixture)
+    weights = np.array([mixture[name] for name in names])
     weights /= weights.sum()
     while True:
         yield generate(names[rng.choice(len(names), p=weights)], "train", rng)

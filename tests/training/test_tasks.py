@@ -84,12 +84,22 @@ def test_json_holds_the_record_of_the_prompt():
         assert {key: str(value) for key, value in record.items()} == dict(re.findall(r"(\w+)=(\w+)", example.prompt))
 
 
-def test_table_rows_are_those_asked_for():
+def test_table_value_is_the_wanted_key_s():
     for example in examples("table"):
-        rows = dict(re.findall(r"([A-Z][a-z]+) ([a-z]+)(?=[,.])", example.prompt))
-        asked = re.search(r"Find ([A-Z][\w, ]+?)(?:\.| in )", example.prompt).group(1).split(", ")
-        assert len(asked) == 3
-        assert example.answer == f"Found: {', '.join(f'{name} {rows[name]}' for name in asked)}."
+        listed, question = example.prompt.removesuffix(".").removeprefix("Table: ").split(". ")
+        rows = dict(re.findall(r"([a-z]+) (\d+)", listed))
+        key, value = re.fullmatch(r"The value of (\w+) is (\d+)\.", example.answer).groups()
+        assert rows[key] == value
+        assert question.rstrip("?").endswith(key)
+
+
+def test_lookups_weigh_more_late_in_training():
+    share = {}
+    for step in (0, tasks.LATE - 1, tasks.LATE):
+        stream = tasks.training_stream(np.random.default_rng(0), step)
+        share[step] = np.mean([next(stream).family == "table" for _ in range(2000)])
+    assert share[0] == share[tasks.LATE - 1] == pytest.approx(1.2 / 11.2, abs=0.02)
+    assert share[tasks.LATE] == pytest.approx(6 / 16, abs=0.03)
 
 
 def test_story_uses_what_the_prompt_names():
