@@ -16,6 +16,7 @@ from kimi_jax.checkpoint import huggingface
 from kimi_jax.config import ModelConfig
 from kimi_jax.ddtree.budget import ROW_COUNTS, CostTable
 from kimi_jax.decoding.generate import Limits, Progress, generate
+from kimi_jax.decoding.kernels import Pick, picks
 from kimi_jax.decoding.programs import Programs
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.decoding.speculation import DFlashSpeculation, NoSpeculation, Speculation
@@ -23,17 +24,15 @@ from kimi_jax.decoding.timing import part_seconds
 from kimi_jax.drafter.dflash import DFlash
 from kimi_jax.drafter.loader import load_drafter
 from kimi_jax.model.transformer import CausalLM
-from kimi_jax.parallel.exchange import allgather
+from kimi_jax.parallel.exchange import BACKENDS
 from kimi_jax.parallel.placement import even_placement
 from kimi_jax.parallel.sharding import rules
 from kimi_jax.parameters import Parameters, Rules
 from kimi_jax.tokenizer import Tokenizer
-from meshes.presets import Layout, check_layout
+from meshes.presets import Layout, LayoutError, check_layout
 
 STOP_TOKENS = ("<|im_end|>", "[EOS]")
 """K2.6 ends a turn with <|im_end|> and then [EOS]; config.json names only one of the two."""
-
-EXCHANGES = {"allgather": allgather}
 
 Costs = Callable[[int], CostTable]
 """Requests of a batch, over the whole mesh, to what a round costs by its rows."""
@@ -74,10 +73,15 @@ class Engine:
     """`target`, and `drafter` where there is one."""
     tokenizer: Tokenizer
     mesh: Mesh
-    rules: Rules
+    layout: Layout
     dtype: DTypeLike
     load_seconds: float
     drafter: DFlash | None = None
+
+    @property
+    def rules(self) -> Rules:
+        """How weights lie on the mesh."""
+        return rules(self.layout)
 
     @property
     def config(self) -> ModelConfig:
@@ -149,6 +153,15 @@ class Engine:
         with jax.default_matmul_precision("highest"):
             yield from generate(programs, self.parameters, prompts, limits, seed)
 
+    def picks(self, draft: Draft, requests: int, capacity: int) -> list[Pick]:
+        """What serves the hot operations of a round."""
+        budget = MOST_NODES if draft.budget == "auto" else draft.budget
+        rows = {"none": 1, "chain": self.drafter.config.block_size if self.drafter else 1, "ddtree": budget + 1}
+        return picks(
+            self.config, self.model.placement, self.layout, self.mesh, self.dtype,
+            requests=requests, rows=rows[draft.kind], capacity=capacity,
+        )  # fmt: skip
+
     def part_seconds(
         self,
         prompts: Sequence[Sequence[int]],
@@ -167,8 +180,13 @@ def model_for(config: ModelConfig, layout: Layout) -> CausalLM:
     """The model's declarations for a layout: expert slots padded to its ranks, its exchange chosen.
 
     Raises:
-      LayoutError: a dimension that tp does not divide, naming the sizes that work.
+      LayoutError: a dimension that tp does not divide, naming the sizes that work; an exchange that does not exist
+        or does not belong to how the experts are split.
     """
+    if layout.exchange not in BACKENDS:
+        raise LayoutError(f"exchange is {layout.exchange!r}: choose from {', '.join(BACKENDS)}")
+    if layout.exchange == "tensor" and layout.experts != "width":
+        raise LayoutError("exchange 'tensor' belongs to experts split by 'width'; they are split by 'slots'")
     check_layout(
         layout,
         num_heads=config.num_attention_heads,
@@ -181,7 +199,7 @@ def model_for(config: ModelConfig, layout: Layout) -> CausalLM:
         group_size=config.quantization_group_size,
     )
     placement = even_placement(config.n_routed_experts, layout.expert_ranks)
-    exchange = functools.partial(EXCHANGES[layout.exchange], expert_axes=layout.expert_axes)
+    exchange = functools.partial(BACKENDS[layout.exchange], expert_axes=layout.expert_axes)
     return CausalLM(config, placement, exchange)
 
 
@@ -221,4 +239,4 @@ def open_checkpoint(
         progress=progress,
     )
     seconds = time.perf_counter() - started
-    return Engine(model, parameters, tokenizer, mesh, places, dtype, seconds, module)
+    return Engine(model, parameters, tokenizer, mesh, layout, dtype, seconds, module)

@@ -1,0 +1,110 @@
+"""The signature that all exchanges share, and how arrays of several types travel in one message."""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
+
+from kimi_jax.parallel.collectives import all_gather, axis_index, axis_size
+
+LocalExperts = Callable[
+    [Float[Array, "rows hidden"], Int[Array, "rows top_k"], Float[Array, "rows top_k"]], Float[Array, "rows hidden"]
+]
+"""Rows, slots within this rank (ids outside are someone else's) and weights to the weighted sum over those slots."""
+
+
+class Exchange(Protocol):
+    """Applies the routed experts to this rank's rows; the result is this tp rank's part, to be summed over tp.
+
+    Slots lie on `expert_axes`, ranks in mesh order, `num_local` slots on each; a slot id past all of them is a padding
+    row's and goes nowhere. Rows lie on ep and are the same on every tp rank, so no exchange sends anything over tp:
+    the rank (e, t) serves the columns of ranks (·, t), and the parts meet in the sum over tp that ends the layer.
+    """
+
+    def __call__(
+        self,
+        rows: Float[Array, "rows hidden"],
+        slots: Int[Array, "rows top_k"],
+        weights: Float[Array, "rows top_k"],
+        experts: LocalExperts,
+        num_local: int,
+        *,
+        expert_axes: tuple[str, ...] = ("ep", "tp"),
+    ) -> Float[Array, "rows hidden"]: ...
+
+
+def local_slots(
+    slots: Int[Array, "rows top_k"], rank: int | Int[Array, "..."], num_local: int
+) -> Int[Array, "... rows top_k"]:
+    """Ids as the expert rank numbers its own slots; `num_local` for those it does not hold."""
+    local = slots - rank * num_local
+    return jnp.where((local >= 0) & (local < num_local), local, num_local)
+
+
+def column_ranks(expert_axes: tuple[str, ...]) -> Int[Array, " ep"]:
+    """Expert ranks that this device exchanges with, by their place on ep: those of its own place on tp."""
+    places = jnp.arange(axis_size("ep"))
+    return places * axis_size("tp") + axis_index("tp") if "tp" in expert_axes else places
+
+
+_COLLECTED: contextvars.ContextVar[list[Bool[Array, ""]] | None] = contextvars.ContextVar("overflows", default=None)
+
+
+@contextlib.contextmanager
+def collect_overflows() -> Iterator[list[Bool[Array, ""]]]:
+    """Inside, each exchange that is traced appends whether its rows overflowed their buffers in this step.
+
+    The list is filled while tracing, so it must be read by the same traced function that opened it, as a model's
+    forward does to leave the sum in its output:
+
+        with collect_overflows() as overflows:
+            ...  # all layers
+        count = sum(overflow.astype(jnp.int32) for overflow in overflows)
+    """
+    collected: list[Bool[Array, ""]] = []
+    token = _COLLECTED.set(collected)
+    try:
+        yield collected
+    finally:
+        _COLLECTED.reset(token)
+
+
+def report_overflow(overflow: Bool[Array, ""]) -> None:
+    """Tells `collect_overflows`, where there is one."""
+    collected = _COLLECTED.get()
+    if collected is not None:
+        collected.append(overflow)
+
+
+def gather_together(arrays: Sequence[Array], axis: str) -> list[Array]:
+    """All-gathers matrices with equal first dimensions in one message: at decode sizes latency is all it costs."""
+    if axis_size(axis) == 1:
+        return list(arrays)
+    return unpack_columns(all_gather(pack_columns(arrays), axis), arrays)
+
+
+def pack_columns(arrays: Sequence[Shaped[Array, "rows _"]]) -> UInt32[Array, "rows words"]:
+    """Matrices with equal first dimensions side by side, bit for bit, as words."""
+    return jnp.concatenate([_as_words(array) for array in arrays], axis=1)
+
+
+def unpack_columns(words: UInt32[Array, "rows words"], like: Sequence[Array]) -> list[Array]:
+    """What `pack_columns` packed, with any number of rows; types and columns as in `like`."""
+    ends = np.cumsum([array.shape[1] * array.dtype.itemsize // 4 for array in like])
+    parts = jnp.split(words, ends[:-1], axis=1)
+    return [_from_words(part, array) for part, array in zip(parts, like, strict=True)]
+
+
+def _as_words(x: Shaped[Array, "rows columns"]) -> UInt32[Array, "rows words"]:
+    per_word = 4 // x.dtype.itemsize
+    pairs = x if per_word == 1 else x.reshape(x.shape[0], -1, per_word)
+    return jax.lax.bitcast_convert_type(pairs, jnp.uint32)
+
+
+def _from_words(words: UInt32[Array, "rows words"], like: Array) -> Array:
+    return jax.lax.bitcast_convert_type(words, like.dtype).reshape(words.shape[0], like.shape[1])
