@@ -1,0 +1,318 @@
+"""The decoding programs compiled at full size for a cluster that need not be there: nothing is allocated.
+
+The programs are `decoding.programs.Programs`', lowered on abstract parameters and an abstract state that lie on a mesh
+of compile-only devices. It works on a machine without a GPU, in a process that runs on the CPU.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+import time
+import traceback
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from kimi_jax.config import ModelConfig
+from kimi_jax.decoding.engine import model_for
+from kimi_jax.decoding.generate import CACHE_MULTIPLE
+from kimi_jax.decoding.programs import Programs
+from kimi_jax.decoding.sampling import Sampling
+from kimi_jax.decoding.speculation import DFlashSpeculation, NoSpeculation, Speculation
+from kimi_jax.decoding.state import DecodeState
+from kimi_jax.drafter.config import DrafterConfig
+from kimi_jax.drafter.dflash import DFlash
+from kimi_jax.model.transformer import Transformer
+from kimi_jax.parallel.sharding import REQUESTS, rules
+from kimi_jax.parameters import Declaration, Parameters, abstract, declarations
+from meshes.devices import build_mesh
+from meshes.presets import Preset
+from meshes.targets import topology_devices
+
+Program = Literal["round", "decode", "prefill"]
+
+NEW_TOKENS = 256
+"""Room for emitted tokens in the state; it costs four bytes a token and request."""
+
+
+class CompileError(RuntimeError):
+    """A program that does not compile; the message names the layer and part, or the weight and axis."""
+
+
+def kimi_drafter() -> DrafterConfig:
+    """The public Kimi drafters (z-lab/Kimi-K2.5-DFlash and Kimi-K2.6-DFlash share their shape; 3.48 B weights).
+
+    The values of their config.json as users of the gated repository quote them (tt-metal, vllm-ascend); the parameter
+    count they give is the size of the published file.
+    """
+    text = resources.files("kimi_jax").joinpath("assets", "kimi_drafter_config.json").read_text()
+    return DrafterConfig.from_dict(json.loads(text))
+
+
+def with_layers(config: ModelConfig, drafter: DrafterConfig, layers: int) -> tuple[ModelConfig, DrafterConfig]:
+    """The first `layers` of a model, the drafter's taps spread over them: a quick look at the same program."""
+    if not 1 <= layers <= config.num_hidden_layers:
+        raise ValueError(f"layers is {layers}; the model has 1 to {config.num_hidden_layers}")
+    last = max(len(drafter.target_layer_ids) - 1, 1)
+    taps = tuple(tap * (layers - 1) // last for tap in range(len(drafter.target_layer_ids)))
+    return (
+        dataclasses.replace(config, num_hidden_layers=layers),
+        dataclasses.replace(drafter, num_target_layers=layers, target_layer_ids=taps),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is compiled: one program of one model on one machine, at one load."""
+
+    config: ModelConfig
+    preset: Preset
+    gpu: str
+    """Short name of `meshes.hardware`."""
+    requests: int
+    """In the whole machine."""
+    context: int
+    """Cached tokens of each request."""
+    budget: int = 16
+    """Tree nodes a round verifies, the root not counted; 0 decodes without a drafter."""
+    drafter: DrafterConfig | None = None
+    """None where the budget is 0."""
+    program: Program = "round"
+    prefill_chunk: int = 512
+    """Rows of each request in a prefill step."""
+    dtype: DTypeLike = jnp.bfloat16
+
+    def __post_init__(self) -> None:
+        if self.program not in get_args(Program):
+            raise ValueError(f"program is {self.program!r}; choose from {', '.join(get_args(Program))}")
+        for name in ("requests", "context", "prefill_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+        if self.budget < 0:
+            raise ValueError(f"budget is {self.budget}; a tree has 0 nodes or more")
+        if self.budget and self.drafter is None:
+            raise ValueError(f"a budget of {self.budget} nodes needs a drafter's configuration")
+
+    @property
+    def layout_multiple(self) -> int:
+        """Batches are padded to a multiple of this."""
+        return self.preset.layout.dp * self.preset.layout.ep
+
+    @property
+    def padded_requests(self) -> int:
+        """Requests of the compiled program."""
+        return -(-self.requests // self.layout_multiple) * self.layout_multiple
+
+    @property
+    def device_requests(self) -> int:
+        """Requests of one device."""
+        return self.padded_requests // self.layout_multiple
+
+    @property
+    def rows(self) -> int:
+        """Rows the target runs for each request."""
+        return self.prefill_chunk if self.program == "prefill" else self.budget + 1
+
+    @property
+    def depth(self) -> int:
+        """Longest path of a draft tree."""
+        return min(self.drafter.block_size - 1, self.budget) if self.drafter and self.budget else 0
+
+    @property
+    def capacity(self) -> int:
+        """Cached positions that are compiled for: the context and one round's rows."""
+        return -(-(self.context + self.depth + 1) // CACHE_MULTIPLE) * CACHE_MULTIPLE
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device, as XLA laid them out."""
+
+    arguments: int
+    outputs: int
+    aliased: int
+    """Of the outputs, what lives in donated arguments."""
+    temporaries: int
+    code: int
+    peak: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A compiled program and everything the report reads of it."""
+
+    case: Case
+    text: str
+    """Scheduled, optimised HLO."""
+    memory: Memory
+    lower_seconds: float
+    compile_seconds: float
+    weights: tuple["Placed", ...]
+    """Every array of the target, `target.…`, and the drafter, `drafter.…`."""
+    state: tuple["Placed", ...]
+    """Every array of the decoding state."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """One array as a device holds it."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the device's shard."""
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """Of the device's shard."""
+        elements = 1
+        for size in self.shape:
+            elements *= size
+        return elements * jnp.dtype(self.dtype).itemsize
+
+
+def programs_of(case: Case, mesh: Mesh) -> Programs:
+    """The decoding programs of a case, as the engine makes them, with greedy sampling."""
+    model = model_for(case.config, case.preset.layout)
+    speculation: Speculation = NoSpeculation()
+    if case.budget and case.drafter is not None:
+        tp = case.preset.layout.tp
+        speculation = DFlashSpeculation(DFlash(case.drafter, tp), "tree", case.budget, tp=tp)
+    return Programs(
+        model, mesh, rules(case.preset.layout), Sampling(), case.config.eos_token_ids, case.dtype, speculation
+    )
+
+
+def compile_program(case: Case, *, dump: Path | None = None) -> Compiled:
+    """Compiles a case for its GPU; nothing runs and nothing is allocated.
+
+    Args:
+      case: the program, model, machine and load.
+      dump: directory for XLA's own dump: HLO before and after, buffer assignment.
+
+    Raises:
+      LayoutError: a dimension that the layout does not divide, naming the sizes that work.
+      CompileError: naming the layer and part that does not lower or compile.
+      RuntimeError: no CUDA plugin.
+    """
+    mesh = build_mesh(case.preset, topology_devices(case.preset, case.gpu))
+    programs = programs_of(case, mesh)
+    parameters = _parameters(programs)
+    state = _state(programs, case)
+    arguments: list[Any] = [parameters, state]
+    if case.program == "decode":
+        arguments.append(_array(mesh, (), jnp.int32, PartitionSpec()))
+    if case.program == "prefill":
+        arguments.append(_array(mesh, (case.padded_requests, case.prefill_chunk), jnp.int32, REQUESTS))
+        arguments.append(_array(mesh, (case.padded_requests,), jnp.int32, REQUESTS))
+    what = f"the {case.program} program for {case.preset.name} ({case.preset.layout}) on {case.gpu}"
+    started = time.perf_counter()
+    with jax.default_matmul_precision("highest"):  # as the engine runs them
+        try:
+            lowered = getattr(programs, case.program).lower(*arguments)
+        except Exception as error:
+            raise CompileError(f"{what} does not lower{_where(error)}: {error}") from error
+        lowered_at = time.perf_counter()
+        try:
+            compiled = lowered.compile(_options(dump))
+        except Exception as error:
+            raise CompileError(f"{what} does not compile{_part_in(str(error))}: {error}") from error
+    return Compiled(
+        case=case,
+        text=compiled.as_text(),
+        memory=_memory(compiled),
+        lower_seconds=lowered_at - started,
+        compile_seconds=time.perf_counter() - lowered_at,
+        weights=tuple(_placed(parameters)),
+        state=tuple(_placed(dataclasses.asdict(state))),
+    )
+
+
+def _options(dump: Path | None) -> dict[str, Any] | None:
+    if dump is None:
+        return None
+    dump.mkdir(parents=True, exist_ok=True)
+    return {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
+
+
+def _memory(compiled: Any) -> Memory:
+    found = compiled.memory_analysis()
+    return Memory(
+        arguments=found.argument_size_in_bytes,
+        outputs=found.output_size_in_bytes,
+        aliased=found.alias_size_in_bytes,
+        temporaries=found.temp_size_in_bytes,
+        code=found.generated_code_size_in_bytes,
+        peak=found.peak_memory_in_bytes,
+    )
+
+
+def _array(mesh: Mesh, shape: tuple[int, ...], dtype: DTypeLike, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+def _parameters(programs: Programs) -> Parameters:
+    modules = {"target": programs.model, "drafter": programs.speculation.drafter}
+    parameters: Parameters = {}
+    for name in programs.needs:
+        module = modules[name]
+        assert module is not None
+        for declaration in declarations(module, programs.dtype):
+            _check_divides(name, declaration, programs)
+        parameters[name] = abstract(module, programs.dtype, programs.mesh, programs.rules)
+    return parameters
+
+
+def _check_divides(module: str, declaration: Declaration, programs: Programs) -> None:
+    """Refuses a weight that its axes cut unevenly, by name: jax would name only a shape."""
+    spec = declaration.spec(programs.rules)
+    for dimension, (size, axes) in enumerate(zip(declaration.shape, spec, strict=True)):
+        names = () if axes is None else (axes,) if isinstance(axes, str) else axes
+        ranks = 1
+        for axis in names:
+            ranks *= programs.mesh.shape[axis]
+        if size % ranks:
+            path = ".".join(map(str, declaration.path))
+            raise CompileError(
+                f"{module} weight {path} has {size} in dimension {dimension}, which {' × '.join(names)} "
+                f"({ranks} devices) does not divide"
+            )
+
+
+def _state(programs: Programs, case: Case) -> DecodeState:
+    requests = case.padded_requests
+    start = functools.partial(programs.start, capacity=case.capacity, max_new_tokens=NEW_TOKENS)
+    mesh = programs.mesh
+    return cast(
+        DecodeState,
+        jax.eval_shape(
+            start, _array(mesh, (requests, 2), jnp.uint32, REQUESTS), _array(mesh, (requests,), jnp.int32, REQUESTS)
+        ),
+    )
+
+
+def _placed(tree: Any) -> Iterator[Placed]:
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        name = ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
+        yield Placed(name, leaf.sharding.shard_shape(leaf.shape), str(leaf.dtype))
+
+
+def _where(error: Exception) -> str:
+    """The layer being traced when an error was raised: the index in `Transformer.__call__`'s own frame."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is Transformer.__call__.__code__ and "index" in frame.f_locals:
+            return f" in layer {frame.f_locals['index']}"
+    return ""
+
+
+def _part_in(message: str) -> str:
+    """The layer and part that a compiler's message names through its scopes."""
+    found = re.search(r"layer(\d+)/(\w+)", message)
+    return f" in layer {found[1]}, {found[2]}" if found else ""
