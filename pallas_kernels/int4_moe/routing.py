@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-# Up to this many pairs, ranks come from comparing every pair with every other: one fused reduction instead of a sort.
+# Up to this many pairs, every pair is compared with every other: a few fused reductions instead of sorts and scatters.
 COMPARE_LIMIT = 4096
 
 
@@ -44,23 +44,29 @@ def group_pairs(expert_ids: Int[Array, "rows top_k"], slots: int, tile_rows: int
     max_tiles = tile_bound(pairs, slots, tile_rows)
     here = (ids >= 0) & (ids < slots)
     ids = jnp.where(here, ids, slots)
-    experts = jnp.arange(slots, dtype=jnp.int32)
+    pair = jnp.arange(pairs, dtype=jnp.int32)
     if pairs <= COMPARE_LIMIT:
-        counts = jnp.sum(ids[:, None] == experts, axis=0, dtype=jnp.int32)
-        pair = jnp.arange(pairs, dtype=jnp.int32)
+        # Three fused reductions, whatever the number of slots: a pair's rank within its expert; the tiles that experts
+        # before its own open, counted by the pairs that open one; and the expert of every tile.
         rank = jnp.sum((ids[:, None] == ids) & (pair < pair[:, None]), axis=1, dtype=jnp.int32)
+        opens = here & (rank % tile_rows == 0)
+        tile = rank // tile_rows + jnp.sum(opens & (ids < ids[:, None]), axis=1, dtype=jnp.int32)
+        numbers = jnp.arange(max_tiles, dtype=jnp.int32)
+        tile_expert = jnp.max(jnp.where(here & (tile == numbers[:, None]), ids, 0), axis=1)
     else:
         order = jnp.argsort(ids, stable=True)
-        bounds = jnp.searchsorted(ids[order], jnp.arange(slots + 1, dtype=jnp.int32)).astype(jnp.int32)
-        counts = bounds[1:] - bounds[:-1]
-        rank = jnp.zeros_like(ids).at[order].set(jnp.arange(pairs, dtype=jnp.int32) - bounds[ids[order]])
-    tiles = (counts + (tile_rows - 1)) // tile_rows
-    ends = jnp.cumsum(tiles)
-    start = ((ends - tiles) * tile_rows)[jnp.minimum(ids, slots - 1)]
-    position = jnp.where(here, start + rank, max_tiles * tile_rows)
-    tile = jnp.arange(max_tiles, dtype=jnp.int32)
-    tile_expert = jnp.minimum(jnp.sum(ends <= tile[:, None], axis=1, dtype=jnp.int32), slots - 1)
-    return Groups(ends[-1:], tile_expert, position.reshape(expert_ids.shape))
+        by_expert = ids[order]
+        first = jnp.searchsorted(by_expert, by_expert).astype(jnp.int32)
+        sorted_rank = pair - first
+        opens = (by_expert < slots) & (sorted_rank % tile_rows == 0)
+        sorted_tile = jnp.cumsum(opens, dtype=jnp.int32) - 1
+        tile_expert = jnp.zeros((max_tiles,), jnp.int32)
+        tile_expert = tile_expert.at[jnp.where(opens, sorted_tile, max_tiles)].set(by_expert, mode="drop")
+        rank = jnp.zeros_like(ids).at[order].set(sorted_rank)
+        tile = jnp.zeros_like(ids).at[order].set(sorted_tile)
+    position = jnp.where(here, tile * tile_rows + rank % tile_rows, max_tiles * tile_rows)
+    count = jnp.sum(opens, dtype=jnp.int32).reshape(1)
+    return Groups(count, tile_expert.astype(jnp.int32), position.reshape(expert_ids.shape))
 
 
 def gather_rows(
@@ -69,9 +75,13 @@ def gather_rows(
     """The grouped activations; grouped rows that hold no pair are zero."""
     rows, top_k = groups.position.shape
     grouped = groups.tile_expert.shape[0] * tile_rows
-    row_of = jnp.full((grouped,), rows, jnp.int32)
-    source = lax.broadcasted_iota(jnp.int32, (rows, top_k), 0)
-    row_of = row_of.at[groups.position].set(source, mode="drop", unique_indices=True)
+    position = groups.position.reshape(-1)
+    row = jnp.arange(rows * top_k, dtype=jnp.int32) // top_k
+    if position.size <= COMPARE_LIMIT:
+        found = position == jnp.arange(grouped, dtype=jnp.int32)[:, None]
+        row_of = rows + jnp.sum(jnp.where(found, row - rows, 0), axis=1)
+    else:
+        row_of = jnp.full((grouped,), rows, jnp.int32).at[position].set(row, mode="drop")
     return x.at[row_of].get(mode="fill", fill_value=0)
 
 
