@@ -80,8 +80,7 @@ class Instruction:
         for name, listed in re.findall(r"\b(branch_computations|called_computations)=\{([^}]*)\}", self.attributes):
             calls += [(name, branch.strip().lstrip("%")) for branch in listed.split(",")]
         calls += [
-            ("branch", name)
-            for name in re.findall(r"\b(?:true|false)_computation=%?([\w.\-]+)", self.attributes)
+            ("branch", name) for name in re.findall(r"\b(?:true|false)_computation=%?([\w.\-]+)", self.attributes)
         ]
         return calls
 
@@ -193,21 +192,21 @@ class Module:
 
     @functools.cached_property
     def _runs(self) -> dict[str, int]:
-        """How often each computation that is not a fusion's or reducer's runs; a loop of unknown length once."""
-        runs = {self.entry: 1}
-        queue = [self.entry]
-        while queue:
-            name = queue.pop()
+        """How often each computation that is not a fusion's or reducer's runs.
+
+        A loop of unknown length counts once, and so does every branch of a choice.
+        """
+        runs: dict[str, int] = {}
+
+        def visit(name: str, count: int) -> None:
+            runs[name] = runs.get(name, 0) + count
             for instruction in self.computations[name].values():
-                if instruction.opcode not in ("while", "call", "conditional", "async-start"):
-                    continue
-                trips = re.search(r'known_trip_count\W+n\W+(\d+)', instruction.attributes)
-                for how, called in instruction.called():
-                    if called in self.computations and how != "to_apply" or instruction.opcode == "call":
-                        runs[called] = runs.get(called, 0) + runs[name] * (
-                            int(trips[1]) if trips and how == "body" else 1
-                        )
-                        queue.append(called)
+                if instruction.opcode in ("while", "call", "conditional", "async-start"):
+                    known = re.search(r"known_trip_count\W+n\W+(\d+)", instruction.attributes)
+                    for how, called in instruction.called():
+                        visit(called, count * (int(known[1]) if known and how == "body" else 1))
+
+        visit(self.entry, 1)
         return runs
 
     def executed(self) -> Iterator[tuple[str, Instruction, int]]:
@@ -230,8 +229,8 @@ class Module:
         return next(i for i in self.computations[computation].values() if i.is_root)
 
     def source(self, computation: str, name: str, index: int | None = None) -> str | None:
-        """The argument that a value is, unchanged and whole, or None."""
-        for _ in range(1000):
+        """The argument that a value is, whole, or None; what a loop carries is what went into it."""
+        while True:
             instruction = self.computations[computation].get(name)
             if instruction is None:
                 return None
@@ -239,16 +238,13 @@ class Module:
                 if computation == self.entry:
                     return self.arguments[name]
                 callers = self._callers.get(computation, [])
-                if len(callers) != 1 and not (callers and callers[0][1].opcode == "while"):
+                if len({id(call) for _, call, _ in callers}) != 1:  # none, or called from several places
                     return None
-                caller, call, how = callers[0]
+                caller, call, _ = callers[0]
                 number = int(instruction.argument)
                 if call.opcode == "conditional":
                     branches = [called for _, called in call.called()]
                     number = branches.index(computation) + 1
-                elif how in ("body", "condition") and index is not None and not self._invariant(call, index):
-                    # A loop's carry: what goes in, if the loop changes it only in place.
-                    pass
                 if number >= len(call.operands):
                     return None
                 computation, name = caller, call.operands[number]
@@ -263,10 +259,6 @@ class Module:
                 name = instruction.operands[0]
             else:
                 return None
-        return None
-
-    def _invariant(self, loop: Instruction, index: int) -> bool:
-        return True
 
     def collectives(self, mesh: Mapping[str, int]) -> list[Collective]:
         """All messages of one execution, equal ones counted together. `mesh` has the axis sizes, outermost first."""

@@ -1,0 +1,161 @@
+"""The HLO reader on a small hand-written program whose answers are known, and on every notation of groups."""
+
+import pytest
+
+from kimi_jax.profiling.hlo import (
+    Collective,
+    Kernel,
+    Materialised,
+    Module,
+    mesh_axes,
+    part_of,
+    replica_groups,
+)
+
+MESH = {"dp": 1, "ep": 3, "tp": 4}
+
+# A loop of seven runs around a gather, a copied weight, a sliced one, a cache updated in place, and two kernels.
+PROGRAM = """HloModule jit_round, is_scheduled=true, num_partitions=12
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %add.1 = f32[] add(%a, %b)
+}
+
+%moving (p.0: bf16[1024,2048]) -> bf16[2048,1024] {
+  %p.0 = bf16[1024,2048]{1,0} parameter(0)
+  ROOT %transpose.1 = bf16[2048,1024]{1,0} transpose(%p.0), dimensions={1,0}
+}
+
+%slicing (p.1: bf16[4096,512], p.2: s32[8]) -> bf16[8,512] {
+  %p.1 = bf16[4096,512]{1,0} parameter(0)
+  %p.2 = s32[8]{0} parameter(1)
+  ROOT %gather.1 = bf16[8,512]{1,0} gather(%p.1, %p.2), offset_dims={1}
+}
+
+%writing (p.3: bf16[8,1024,64], p.4: bf16[8,1,64], p.5: s32[8]) -> bf16[8,1024,64] {
+  %p.3 = bf16[8,1024,64]{2,1,0} parameter(0)
+  %p.4 = bf16[8,1,64]{2,1,0} parameter(1)
+  %p.5 = s32[8]{0} parameter(2)
+  ROOT %dynamic-update-slice.1 = bf16[8,1024,64]{2,1,0} dynamic-update-slice(%p.3, %p.4, %p.5)
+}
+
+%body (carry: (s32[], bf16[1024,2048])) -> (s32[], bf16[1024,2048]) {
+  %carry = (s32[], bf16[1024,2048]{1,0}) parameter(0)
+  %step = s32[] get-tuple-element(%carry), index=0
+  %kept = bf16[1024,2048]{1,0} get-tuple-element(%carry), index=1
+  %half = bf16[512,2048]{1,0} slice(%kept), slice={[0:512], [0:2048]}, metadata={op_name="jit(round)/while/body/tree/slice"}
+  ROOT %out = (s32[], bf16[1024,2048]{1,0}) tuple(%step, %kept)
+}
+
+%condition (carry.1: (s32[], bf16[1024,2048])) -> pred[] {
+  %carry.1 = (s32[], bf16[1024,2048]{1,0}) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+
+ENTRY %main (w: bf16[1024,2048], e: bf16[4096,512], c: bf16[8,1024,64], t: s32[8], n: bf16[8,1,64]) -> bf16[8,1024,64] {
+  %w = bf16[1024,2048]{1,0} parameter(0), metadata={op_name="parameters[\\'target\\'][\\'model\\'][\\'layers\\'][0][\\'w\\']"}
+  %e = bf16[4096,512]{1,0} parameter(1), metadata={op_name="parameters['target']['model']['embed_tokens']['weight']"}
+  %c = bf16[8,1024,64]{2,1,0} parameter(2), metadata={op_name="state.cache[0].rope"}
+  %t = s32[8]{0} parameter(3), metadata={op_name="state.anchors"}
+  %n = bf16[8,1,64]{2,1,0} parameter(4), metadata={op_name="new"}
+  %turned = bf16[2048,1024]{1,0} fusion(%w), kind=kInput, calls=%moving, metadata={op_name="jit(round)/layer0/attention/dot"}
+  %rows = bf16[8,512]{1,0} fusion(%e, %t), kind=kLoop, calls=%slicing, metadata={op_name="jit(round)/gather"}
+  %all-reduce-start = bf16[8,512]{1,0} all-reduce-start(%rows), channel_id=1, replica_groups=[3,4]<=[12], to_apply=%sum, metadata={op_name="jit(round)/layer0/reductions/psum"}
+  %all-reduce-done = bf16[8,512]{1,0} all-reduce-done(%all-reduce-start), metadata={op_name="jit(round)/layer0/reductions/psum"}
+  %all-gather-start = (bf16[8,512]{1,0}, bf16[24,512]{1,0}) all-gather-start(%all-reduce-done), replica_groups=[4,3]<=[3,4]T(1,0), dimensions={0}, metadata={op_name="jit(round)/layer0/experts/exchange/all_gather"}
+  %all-gather-done = bf16[24,512]{1,0} all-gather-done(%all-gather-start)
+  %custom-call.1 = f32[24,512]{1,0} custom-call(%all-gather-done, %w), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(round)/layer0/experts/int4_gate_up"}
+  %custom-call.2 = f32[24,512]{1,0} custom-call(%custom-call.1, %w), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(round)/layer0/experts/int4_gate_up"}
+  %zero = s32[] constant(0)
+  %start = (s32[], bf16[1024,2048]{1,0}) tuple(%zero, %w)
+  %loop = (s32[], bf16[1024,2048]{1,0}) while(%start), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"7"}}
+  ROOT %commit = bf16[8,1024,64]{2,1,0} fusion(%c, %n, %t), kind=kLoop, calls=%writing, metadata={op_name="jit(round)/scatter"}
+}
+"""  # noqa: E501
+
+
+@pytest.fixture(scope="module")
+def module():
+    return Module(PROGRAM)
+
+
+def test_messages(module):
+    assert module.collectives(MESH) == [
+        Collective("all-gather", ("ep",), 24 * 512 * 2, 1, "exchange"),
+        Collective("all-reduce", ("tp",), 8 * 512 * 2, 1, "reductions"),
+    ]
+
+
+def test_kernels(module):
+    assert module.kernels() == [Kernel("int4_gate_up", "experts", 2)]
+    assert module.custom_calls() == {"mosaic_gpu_v2": 2}
+
+
+def test_reads_follow_loops_and_slices(module):
+    w, rows = 1024 * 2048 * 2, 8 * 512 * 2
+    assert module.reads() == {
+        ("target.model.layers.0.w", "attention"): w,
+        ("target.model.layers.0.w", "experts"): 2 * w,
+        ("target.model.layers.0.w", "tree"): 7 * w // 2,
+        ("target.model.embed_tokens.weight", "other"): rows,
+        ("state.anchors", "other"): 2 * 8 * 4,
+        ("state.cache.0.rope", "other"): 0,
+        ("new", "other"): 8 * 64 * 2,
+    }
+
+
+def test_copies_are_found_and_updates_in_place_are_none(module):
+    found = module.materialised()
+    assert sorted(found, key=lambda m: m.operation) == [
+        Materialised("target.model.layers.0.w", "half", 512 * 2048 * 2, "tree"),
+        Materialised("target.model.layers.0.w", "turned", 1024 * 2048 * 2, "attention"),
+    ]
+    assert module.materialised(smallest=1 << 30) == []
+
+
+def test_host_transfers(module):
+    assert module.host_transfers() == []
+    callback = PROGRAM.replace('"mosaic_gpu_v2"', '"xla_ffi_python_gpu_callback"', 1)
+    assert len(Module(callback).host_transfers()) == 1
+
+
+@pytest.mark.parametrize(
+    ("op_name", "part"),
+    [
+        ("jit(round)/shard_map/layer3/attention/output/dot_general", "attention"),
+        ("jit(round)/layer3/experts/exchange/all_gather", "exchange"),
+        ("jit(round)/drafter/attention/dot", "drafter"),
+        ("jit(round)/tree/vmap(tree)/top_k", "tree"),
+        ("jit(round)/sampling/argmax", "other"),
+        ("", "other"),
+    ],
+)
+def test_parts(op_name, part):
+    assert part_of(op_name) == part
+
+
+@pytest.mark.parametrize(
+    ("text", "axes"),
+    [
+        ("replica_groups={{0,1,2,3},{4,5,6,7},{8,9,10,11}}, x", ("tp",)),
+        ("replica_groups=[3,4]<=[12], x", ("tp",)),
+        ("replica_groups=[4,3]<=[3,4]T(1,0), x", ("ep",)),
+        ("replica_groups=[1,12]<=[12], x", ("ep", "tp")),
+        ("replica_groups=mesh['ep'=3,'tp'=4] {'ep'}, x", ("ep",)),
+        ("replica_groups=mesh['dp'=1,'ep'=3,'tp'=4] {'ep','tp'}, x", ("ep", "tp")),
+    ],
+)
+def test_groups_are_mesh_axes(text, axes):
+    assert mesh_axes(replica_groups(text), MESH) == axes
+
+
+def test_groups_along_no_axis_are_refused():
+    with pytest.raises(ValueError, match="run along no axes of the mesh"):
+        mesh_axes([(0, 5), (1, 4)], MESH)
+
+
+def test_text_without_an_entry_is_refused():
+    with pytest.raises(ValueError, match="ENTRY"):
+        Module("nothing")
