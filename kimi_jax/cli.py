@@ -66,11 +66,15 @@ def open_engine(options: MeshOptions, console: Console, drafter: Path | None = N
     import jax.numpy as jnp  # after the platform is known, or the CUDA plugin would log its search for a driver
 
     from kimi_jax.decoding.engine import open_checkpoint
+    from kimi_jax.decoding.kernels import check
 
     machine = options.preset()
     devices = select_devices(machine)
     console.print(devices.notice, style="dim", highlight=False)
     mesh = build_mesh(machine, devices.devices)
+    if not devices.simulated:
+        with console.status("checking kernels against their references"):
+            check(mesh.local_mesh.devices.flat[0])
     name = options.dtype if options.dtype != "auto" else "float32" if devices.simulated else "bfloat16"
     columns = (TextColumn("loading {task.fields[name]}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -211,7 +211,8 @@ def main(options: Options) -> None:
                     reader.push(new, finished)
                 if not options.json:
                     screen.update()
-        status.print(report.summary(), style="dim", highlight=False)
+        picks = engine.picks(draft, len(prompts), max(map(len, ids)) + options.max_new_tokens)
+        status.print(f"{report.summary()}; {', '.join(map(str, picks))}", style="dim", highlight=False)
         if kind != "none":
             status.print(report.table())
         shares: dict[str, Any] = {}
@@ -228,6 +229,7 @@ def main(options: Options) -> None:
                 for prompt, prompt_ids, reader in zip(prompts, ids, readers, strict=True)
             ]
             summary = report.as_dict() | {"ran": opened.where, "speculation": kind} | shares
+            summary["implementations"] = [dataclasses.asdict(pick) for pick in picks]
             print(json.dumps({"results": results, "summary": summary}, ensure_ascii=False))
 
 
