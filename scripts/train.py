@@ -1,14 +1,15 @@
-"""Train the bundled small model and its DFlash drafter from scratch, and export them as checkpoints.
+"""Train the bundled small model and its DFlash drafter from scratch, export them, and measure what they can do.
 
 Examples:
-  uv run scripts/train.py target --directory runs/target --output small
-  uv run scripts/train.py drafter --target small --directory runs/drafter --output small_drafter
+  uv run scripts/train.py target --directory runs/target --dp 2 --output small
+  uv run scripts/train.py drafter --target small --directory runs/drafter --dp 2 --output small_drafter
+  uv run scripts/train.py scores --target small --drafter small_drafter
 """
 
 import dataclasses
-import sys
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -27,7 +28,7 @@ class Common:
     directory: Path
     """Where checkpoints and the log go; a run found here is resumed."""
     output: Path | None = None
-    """Write the finished model here as a checkpoint in K2.6's layout; the folder must not exist."""
+    """Write the model here in K2.6's layout when the run ends or stops; the folder must not exist."""
     steps: int | None = None
     """Updates in all; by default those of the bundled model. The learning rate's schedule spans them."""
     learning_rate: float | None = None
@@ -72,7 +73,42 @@ class Drafter(Common):
     """Training prompts that the target answers."""
 
 
-Command = Annotated[Target, tyro.conf.subcommand("target")] | Annotated[Drafter, tyro.conf.subcommand("drafter")]
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Decode held-out prompts: exact match by family, and what the drafter's chains and trees are accepted for."""
+
+    target: Path
+    """Checkpoint of the target."""
+    drafter: Path | None = None
+    """Checkpoint of the drafter; without one only exact match is measured."""
+    prompts: int = 200
+    """Held-out prompts of each family."""
+    budgets: tuple[int, ...] = (16,)
+    """Draft tree nodes to measure beside the chain."""
+    output: Path | None = None
+    """Write the figures here as JSON."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """Count how popular experts are and how many the rows of draft trees touch."""
+
+    target: Path
+    """Checkpoint of the target."""
+    drafter: Path
+    """Checkpoint of the drafter."""
+    texts: int = 200
+    """Held-out texts over all families."""
+    output: Path | None = None
+    """Write the figures here as JSON."""
+
+
+Command = (
+    Annotated[Target, tyro.conf.subcommand("target")]
+    | Annotated[Drafter, tyro.conf.subcommand("drafter")]
+    | Annotated[Scores, tyro.conf.subcommand("scores")]
+    | Annotated[Routing, tyro.conf.subcommand("routing")]
+)
 
 
 def changed(recipe, options: Common):
@@ -103,9 +139,18 @@ def report(console: Console, log: list[dict], figures: list[str], plot: Path | N
         console.print(f"plot: {plot}")
 
 
-def main(options: Command) -> None:
+def open_target(target: Path, drafter: Path | None = None):
+    """The checkpoint on one device, in float32."""
+    import jax.numpy as jnp
+
+    from kimi_jax.decoding.engine import open_checkpoint
+    from kimi_jax.training.recipes import training_mesh
+
+    return open_checkpoint(target, training_mesh(Layout()), Layout(), jnp.float32, drafter)
+
+
+def train(options: Target | Drafter, console: Console) -> None:
     """Runs, reports and exports."""
-    use_cpu_if_no_gpu()
     import jax
 
     if options.layout.num_devices > 1:
@@ -113,41 +158,94 @@ def main(options: Command) -> None:
     from kimi_jax.training.loop import LoopOptions
     from kimi_jax.training.recipes import DrafterRun, TargetRun
 
-    console = Console(highlight=False)
     loop = LoopOptions(
         evaluate_every=options.evaluate_every, checkpoint_every=options.checkpoint_every, stop_after=options.stop_after
     )
     if options.output and options.output.exists():
         raise ValueError(f"{options.output} exists; name a folder that does not")
     if isinstance(options, Target):
-        job = TargetRun(seed=options.seed)
-        job = dataclasses.replace(job, recipe=changed(job.recipe, options))
-        finished = job.train(options.directory, options.layout, loop)
+        target_run = TargetRun(seed=options.seed)
+        target_run = dataclasses.replace(target_run, recipe=changed(target_run.recipe, options))
+        finished = target_run.train(options.directory, options.layout, loop)
         report(console, finished.log, ["loss", "accuracy", "worst_load", "em"], options.plot)
-        if options.output and options.stop_after is None:
-            job.export(options.directory, options.output)
+        if options.output:
+            target_run.export(options.directory, options.output)
     else:
-        import jax.numpy as jnp
+        engine = open_target(options.target)
+        run = DrafterRun(seed=options.seed, loss=options.loss, texts=options.texts)
+        run = dataclasses.replace(run, recipe=changed(run.recipe, options))
 
-        from kimi_jax.decoding.engine import open_checkpoint
-        from kimi_jax.training.recipes import training_mesh
+        def answered(done: int) -> None:
+            console.print(f"the target has answered {done} of {options.texts} training prompts")
 
-        engine = open_checkpoint(options.target, training_mesh(Layout()), Layout(), jnp.float32)
-        job = DrafterRun(seed=options.seed, loss=options.loss, texts=options.texts)
-        job = dataclasses.replace(job, recipe=changed(job.recipe, options))
-        with console.status("the target answers the training prompts") as status:
-            finished = job.train(
-                engine, options.directory, options.layout, loop,
-                progress=lambda done: status.update(f"the target answers the training prompts: {done}/{options.texts}"),
-            )  # fmt: skip
+        finished = run.train(engine, options.directory, options.layout, loop, progress=answered)
         report(console, finished.log, ["loss", "acceptance", "heldout_acceptance"], options.plot)
-        if options.output and options.stop_after is None:
-            job.export(engine, options.directory, options.output)
-    if options.output and options.stop_after is None:
+        if options.output:
+            run.export(engine, options.directory, options.output)
+    if options.output:
         console.print(f"checkpoint: {options.output}")
 
 
+def measure_scores(options: Scores, console: Console) -> dict[str, Any]:
+    """Exact match and acceptance lengths by family."""
+    from kimi_jax.decoding.engine import PLAIN, Draft
+    from kimi_jax.training.scores import mean_acceptance, score
+
+    engine = open_target(options.target, options.drafter)
+    drafts = {"plain": PLAIN}
+    if options.drafter:
+        trees = {f"tree of {budget}": Draft("ddtree", budget) for budget in options.budgets}
+        drafts |= {"chain": Draft("chain")} | trees
+    results = {name: score(engine, options.prompts, draft) for name, draft in drafts.items()}
+    table = Table("family", "exact match", *(f"{name}: tokens a round" for name in list(drafts)[1:]))
+    for family, plain in results["plain"].items():
+        lengths = (f"{scores[family].acceptance:.2f}" for name, scores in results.items() if name != "plain")
+        table.add_row(family, f"{plain.exact_match:.3f}", *lengths)
+    mean = sum(plain.exact_match for plain in results["plain"].values()) / len(results["plain"])
+    overall = {name: mean_acceptance(scores) for name, scores in results.items()}
+    table.add_row("all", f"{mean:.3f}", *(f"{overall[name]:.2f}" for name in list(drafts)[1:]))
+    console.print(table)
+    families = {
+        name: {
+            family: {"exact_match": s.exact_match, "acceptance": s.acceptance, **dataclasses.asdict(s)}
+            for family, s in scores.items()
+        }
+        for name, scores in results.items()
+    }
+    return {"exact_match": mean, "acceptance": overall, "families": families}
+
+
+def measure_routing(options: Routing, console: Console) -> dict[str, Any]:
+    """Expert popularity and the experts that tree rows touch."""
+    from kimi_jax.training.recipes import routing_statistics
+
+    statistics = routing_statistics(open_target(options.target, options.drafter), options.texts)
+    table = Table("rows", "draft tree", "independent rows", "uniform formula", title="experts touched, of a layer's")
+    for entry in statistics.distinct:
+        table.add_row(str(entry.rows), *(f"{x:.2f}" for x in (entry.tree, entry.independent, entry.uniform)))
+    console.print(table)
+    console.print(f"tree diversity {statistics.tree_diversity:.2f} from {statistics.trees} trees")
+    return statistics.as_dict()
+
+
+def write(figures: dict[str, Any], output: Path | None) -> None:
+    """The figures as JSON, where they are wanted."""
+    if output:
+        output.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def main(options: Command) -> None:
+    """Runs one command."""
+    use_cpu_if_no_gpu()
+    console = Console(highlight=False)
+    if isinstance(options, Scores):
+        write(measure_scores(options, console), options.output)
+    elif isinstance(options, Routing):
+        write(measure_routing(options, console), options.output)
+    else:
+        train(options, console)
+
+
 if __name__ == "__main__":
-    console = Console(file=sys.stderr)
-    with errors_in_one_line(console):
-        main(tyro.cli(Command, description=__doc__))  # pyright: ignore[reportArgumentType]
+    with errors_in_one_line(Console(stderr=True)):
+        main(tyro.cli(Command, description=__doc__))  # pyright: ignore[reportArgumentType, reportCallIssue]

@@ -22,6 +22,7 @@ from kimi_jax.training.drafter import anchored_texts, block_logits, chain_rounds
 from kimi_jax.training.export import dequantize_experts, export_drafter, export_target
 from kimi_jax.training.generations import finished_chats, generate_answers, training_generations
 from kimi_jax.training.loop import LoopOptions, Run, restore, run
+from kimi_jax.training.routing import RoutingStatistics, measure
 from kimi_jax.training.target import (
     Recipe,
     TargetRecipe,
@@ -143,7 +144,8 @@ class DrafterRun:
     texts: int = 1536
     """Training prompts answered by the target."""
     texts_per_step: int = 8
-    length: int = 96
+    length: int = 80
+    """Longest text, prompt and answer; longer ones are left out."""
     anchors: int = 16
     seed: int = 0
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -164,7 +166,8 @@ class DrafterRun:
     ) -> Run:
         """Trains in `directory`, resuming where a checkpoint exists; the target's answers are generated first."""
         directory.mkdir(parents=True, exist_ok=True)
-        chats = training_generations(engine, directory / "generations.json", self.texts, self.seed, progress)
+        generated = training_generations(engine, directory / "generations.json", self.texts, self.seed, progress)
+        chats = [chat for chat in generated if len(chat.ids) <= self.length]
         drafter, target, mesh = self._drafter(engine), self._target(engine), training_mesh(layout)
         everywhere = NamedSharding(mesh, PartitionSpec())
         frozen = jax.device_put(dequantize_experts(jax.device_get(engine.parameters["target"])), everywhere)
@@ -210,7 +213,8 @@ class DrafterRun:
         families: dict[str, tuple[list[data.Chat], Any]] = {}
         for index, family in enumerate(tasks.FAMILIES):
             part = slice(index * prompts, (index + 1) * prompts)
-            chats = finished_chats(engine, asked[part], answers[part])
+            finished = finished_chats(engine, asked[part], answers[part])
+            chats = [chat for chat in finished if len(chat.ids) <= self.length]
             if chats:
                 every = anchored_texts(chats, np.random.default_rng(0), length=self.length, anchors=self.length)
                 families[family] = chats, jax.device_put(every, NamedSharding(mesh, PartitionSpec()))
@@ -234,3 +238,18 @@ class DrafterRun:
             return {"heldout_acceptance": float(np.mean(list(scores.values()))), **scores}
 
         return measure
+
+
+def routing_statistics(engine: Engine, texts: int, batch: int = 50) -> RoutingStatistics:
+    """Routing of a target and its drafter on held-out texts, as many of each family, answered by reference."""
+    assert engine.drafter is not None
+    each = texts // len(tasks.FAMILIES)
+    chats = [
+        data.encode_example(engine.tokenizer, example)
+        for family in tasks.FAMILIES
+        for example in tasks.held_out(family, each)
+    ]
+    chats = [chats[i] for i in np.random.default_rng(0).permutation(len(chats))]
+    target = training_model(engine.config, engine.config.n_routed_experts / engine.config.num_experts_per_tok)
+    weights = dequantize_experts(engine.parameters["target"])
+    return measure(target, engine.drafter, weights, engine.parameters["drafter"], chats, batch=batch)
