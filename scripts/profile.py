@@ -53,6 +53,8 @@ class Options:
     """Folder or config.json of another DFlash drafter; by default the public Kimi drafter."""
     xla_dump: Path | None = None
     """Directory for XLA's dump: HLO before and after optimisation, buffer assignment, and an index of the files."""
+    registers: bool = False
+    """Also report each Pallas kernel's registers and spills, as the assembler prints them."""
     json: bool = False
     """Print one JSON object instead of tables."""
 
@@ -90,7 +92,7 @@ def main(options: Options) -> None:
             prefill_chunk=options.prefill_chunk,
         )
         with status.status(f"compiling {config.num_hidden_layers} layers for {machine.layout.num_devices} {case.gpu}"):
-            compiled = compile_program(case, dump=options.xla_dump)
+            compiled = compile_program(case, dump=options.xla_dump, registers=options.registers)
         report = make_report(compiled)
         if options.xla_dump is not None:
             write_index(options.xla_dump, compiled)

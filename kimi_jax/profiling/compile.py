@@ -32,6 +32,7 @@ from kimi_jax.drafter.dflash import DFlash
 from kimi_jax.model.transformer import Transformer
 from kimi_jax.parallel.sharding import REQUESTS, rules
 from kimi_jax.parameters import Declaration, Parameters, abstract, declarations
+from kimi_jax.profiling.assembler import Assembled, caught_output, read
 from meshes.devices import build_mesh
 from meshes.presets import Preset
 from meshes.targets import topology_devices
@@ -158,6 +159,8 @@ class Compiled:
     """Every array of the target, `target.…`, and the drafter, `drafter.…`."""
     state: tuple["Placed", ...]
     """Every array of the decoding state."""
+    assembled: tuple[Assembled, ...] = ()
+    """Pallas kernels, where the assembler's report was asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +181,11 @@ class Placed:
         return elements * jnp.dtype(self.dtype).itemsize
 
 
+def placed_weights(programs: Programs) -> tuple[Placed, ...]:
+    """Every weight as one device holds it. Raises CompileError for one that its axes cut unevenly."""
+    return tuple(_placed(_parameters(programs)))
+
+
 def programs_of(case: Case, mesh: Mesh) -> Programs:
     """The decoding programs of a case, as the engine makes them, with greedy sampling."""
     model = model_for(case.config, case.preset.layout)
@@ -190,12 +198,13 @@ def programs_of(case: Case, mesh: Mesh) -> Programs:
     )
 
 
-def compile_program(case: Case, *, dump: Path | None = None) -> Compiled:
+def compile_program(case: Case, *, dump: Path | None = None, registers: bool = False) -> Compiled:
     """Compiles a case for its GPU; nothing runs and nothing is allocated.
 
     Args:
       case: the program, model, machine and load.
       dump: directory for XLA's own dump: HLO before and after, buffer assignment.
+      registers: catch the assembler's report on the Pallas kernels.
 
     Raises:
       LayoutError: a dimension that the layout does not divide, naming the sizes that work.
@@ -221,7 +230,8 @@ def compile_program(case: Case, *, dump: Path | None = None) -> Compiled:
             raise CompileError(f"{what} does not lower{_where(error)}: {error}") from error
         lowered_at = time.perf_counter()
         try:
-            compiled = lowered.compile(_options(dump))
+            with caught_output(registers) as printed:
+                compiled = lowered.compile(_options(dump))
         except Exception as error:
             raise CompileError(f"{what} does not compile{_part_in(str(error))}: {error}") from error
     return Compiled(
@@ -232,6 +242,7 @@ def compile_program(case: Case, *, dump: Path | None = None) -> Compiled:
         compile_seconds=time.perf_counter() - lowered_at,
         weights=tuple(_placed(parameters)),
         state=tuple(_placed(dataclasses.asdict(state))),
+        assembled=read("".join(printed)),
     )
 
 

@@ -8,12 +8,13 @@ import dataclasses
 import math
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 from kimi_jax.decoding.generate import CACHE_MULTIPLE
 from kimi_jax.estimator.collectives import Network, Transfer, all_reduce, gather_and_scatter
 from kimi_jax.estimator.constants import LINKS, Constants
+from kimi_jax.profiling.assembler import Assembled
 from kimi_jax.profiling.compile import Case, Compiled, Placed
 from kimi_jax.profiling.hlo import PARTS, Collective, Kernel, Materialised, Module
 from kimi_jax.profiling.necessary import Need, needs, state_bytes, touched_experts, weight_bytes, weight_part
@@ -90,6 +91,7 @@ class Report:
     lower_seconds: float
     compile_seconds: float
     peak_bytes: int
+    assembled: tuple[Assembled, ...]
 
     @property
     def floor_us(self) -> float:
@@ -131,6 +133,7 @@ class Report:
             "materialised": [dataclasses.asdict(found) for found in self.materialised],
             "host_transfers": list(self.host_transfers),
             "custom_calls": self.custom_calls,
+            "assembled": [dataclasses.asdict(kernel) for kernel in self.assembled],
             "lower_seconds": self.lower_seconds,
             "compile_seconds": self.compile_seconds,
         }
@@ -180,6 +183,7 @@ def make_report(compiled: Compiled) -> Report:
         lower_seconds=compiled.lower_seconds,
         compile_seconds=compiled.compile_seconds,
         peak_bytes=compiled.memory.peak,
+        assembled=compiled.assembled,
     )
 
 
@@ -234,7 +238,10 @@ def show(report: Report) -> RenderableType:
         f"Lowered in {report.lower_seconds:.0f} s and compiled in {report.compile_seconds:.0f} s. "
         "Floors are data-sheet bandwidths and peaks, latencies the estimator's; nothing here was measured.",
     ]
-    return Group(head, _memory_table(report), _parts_table(report), _messages_table(report), *notes)
+    tables = [_memory_table(report), _parts_table(report), _messages_table(report)]
+    if report.assembled:
+        tables.append(_assembler_table(report))
+    return Group(head, *tables, *notes)
 
 
 def _materialised(found: tuple[Materialised, ...]) -> str:
@@ -315,6 +322,11 @@ def _messages_table(report: Report) -> Table:
     return table
 
 
-def print_report(report: Report, console: Console) -> None:
-    """To the terminal."""
-    console.print(show(report))
+def _assembler_table(report: Report) -> Table:
+    table = Table(title="Pallas kernels as assembled", title_justify="left")
+    table.add_column("kernel")
+    for name in ("registers a thread", "stack bytes", "spilled bytes, stores", "loads"):
+        table.add_column(name, justify="right")
+    for kernel in report.assembled:
+        table.add_row(*map(str, dataclasses.astuple(kernel)))
+    return table

@@ -1,0 +1,60 @@
+"""Compiles a case in a process of its own, where a kernel that cannot be assembled ends no test run.
+
+    python tests/profiling/compiled.py hgx-ib-16 h200 round 6 2 reduced OUTPUT
+
+writes a pickled `Compiled`. `reduced` keeps the head and latent sizes that kernels need and shrinks all else.
+"""
+
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+from kimi_jax.config import ModelConfig
+from kimi_jax.drafter.config import DrafterConfig
+from kimi_jax.estimator.model import k26
+from kimi_jax.profiling.compile import Case, Compiled, Program, compile_program, kimi_drafter, with_layers
+from meshes.presets import preset
+
+
+def reduced(config: ModelConfig, drafter: DrafterConfig) -> tuple[ModelConfig, DrafterConfig]:
+    config = dataclasses.replace(
+        config, hidden_size=512, vocab_size=4096, intermediate_size=1024, moe_intermediate_size=256,
+        n_routed_experts=16, q_lora_rank=256, num_attention_heads=16,
+    )  # fmt: skip
+    drafter = dataclasses.replace(
+        drafter, hidden_size=512, vocab_size=4096, intermediate_size=1024, num_hidden_layers=1,
+        num_attention_heads=16, mask_token_id=4000,
+    )  # fmt: skip
+    return config, drafter
+
+
+def case_of(mesh: str, gpu: str, program: Program, budget: int, layers: int, size: str) -> Case:
+    config, drafter = with_layers(k26(), kimi_drafter(), layers)
+    if size == "reduced":
+        config, drafter = reduced(config, drafter)
+    # A cache of 1 MiB and more a layer even where all else is small: its copy would be seen.
+    context, chunk = (2048, 32) if size == "reduced" else (8192, 512)
+    return Case(config, preset(mesh), gpu, 64, context, budget, drafter if budget else None, program, chunk)
+
+
+def compiled_apart(output: Path, *arguments: object) -> Compiled:
+    """Runs this file with the arguments before the output; the compiler's own words are the message of a failure."""
+    done = subprocess.run(
+        [sys.executable, __file__, *map(str, arguments), str(output)],
+        env=os.environ | {"JAX_PLATFORMS": "", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return pickle.loads(output.read_bytes())
+
+
+if __name__ == "__main__":
+    mesh, gpu, program, budget, layers, size, output = sys.argv[1:]
+    assert program in ("round", "decode", "prefill")
+    case = case_of(mesh, gpu, program, int(budget), int(layers), size)
+    Path(output).write_bytes(pickle.dumps(compile_program(case)))

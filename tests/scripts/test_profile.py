@@ -1,0 +1,76 @@
+"""scripts/profile.py as users run it: a small model of the family compiled for a GPU that is not here, and refusals."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "profile.py"
+SMALL = {
+    "hidden_size": 512, "vocab_size": 4096, "intermediate_size": 1024, "moe_intermediate_size": 256,
+    "n_routed_experts": 16, "q_lora_rank": 256, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "num_hidden_layers": 2,
+}  # fmt: skip
+
+
+def profile(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, SCRIPT, *map(str, arguments)],
+        env={name: value for name, value in os.environ.items() if not name.startswith("JAX_")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    config = json.loads(resources.files("kimi_jax").joinpath("assets", "k26_config.json").read_text())
+    config["text_config"] |= SMALL
+    path = tmp_path_factory.mktemp("small") / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def test_json_and_dump(checkpoint, tmp_path):
+    dump = tmp_path / "dump"
+    done = profile(
+        "--checkpoint", checkpoint, "--mesh", "local", "--gpu", "h200", "--batch", 3, "--context", 1000,
+        "--budget", 0, "--json", "--xla-dump", dump,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(done.stdout)
+    assert (report["gpu"], report["mesh"], report["layers"]) == ("h200", "local", 2)
+    memory = report["memory"]
+    # 1,000 positions and one row round up to 1,024; 512 + 64 bfloat16 values each, in two layers.
+    assert memory["cache"] == 3 * 1024 * 576 * 2 * 2
+    assert memory["weights"]["embedding"] == 4096 * 512 * 2
+    assert memory["weights"]["experts"] == 16 * 3 * 512 * 256 * 4.5 / 8
+    assert memory["free"] == pytest.approx(memory["card"] - memory["total"])
+    assert report["host_transfers"] == []
+    assert all(not part["collectives"] for part in report["parts"])  # one device sends nothing
+    index = (dump / "index.md").read_text()
+    assert "| experts | 1 |" in index
+    assert "before_optimizations.txt" in index
+    assert "buffer-assignment.txt" in index
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--mesh", "nvl72", "--gpu", "h200"), "nvl72 is made of gb300, gb200, not of h200"),
+        (("--gpu", "a100"), "unknown GPU 'a100'"),
+        (("--tp", 9), "tp 9 does not divide attention heads 64"),
+        (("--layers", 62), "layers is 62"),
+        (("--batch", 0), "requests is 0"),
+    ],
+)
+def test_refusals(arguments, message):
+    done = profile(*arguments)
+    assert done.returncode == 1
+    assert message in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
