@@ -4,10 +4,12 @@ Examples:
   uv run scripts/profile.py --mesh nvl72 --gpu gb300 --batch 64 --budget 16 --context 8192
   uv run scripts/profile.py --mesh hgx-ib-16 --gpu h200 --layers 4 --json
   uv run scripts/profile.py --mesh nvl72 --gpu gb300 --xla-dump dump
+  uv run scripts/profile.py diff before.json after.json
 """
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -102,5 +104,25 @@ def main(options: Options) -> None:
             Console().print(show(report))
 
 
-if __name__ == "__main__":
+@dataclasses.dataclass(frozen=True)
+class Compare:
+    """Two reports that `--json` printed."""
+
+    before: Annotated[Path, tyro.conf.Positional]
+    """The older one."""
+    after: Annotated[Path, tyro.conf.Positional]
+    """The newer one."""
+
+
+def compare(options: Compare) -> None:
+    """Shows every figure that differs."""
+    from kimi_jax.profiling import diff
+
+    with errors_in_one_line(Console(stderr=True)):
+        Console().print(diff.show(diff.changes(diff.load(options.before), diff.load(options.after))))
+
+
+if __name__ == "__main__" and sys.argv[1:2] == ["diff"]:
+    compare(tyro.cli(Compare, prog="profile.py diff", args=sys.argv[2:]))
+elif __name__ == "__main__":
     main(tyro.cli(Options, description=__doc__))
