@@ -40,7 +40,7 @@ class Load:
     hit_rate: float | None = None
     """Mean hit rate of the drafter's first candidate; by default that of the Kimi K2.5 drafter's card."""
     hit_rates: Path | None = None
-    """Measured hit rates by position: JSON with `hit_rates`, as in decode.py's --json report."""
+    """Measured hit rates by position: decode.py's --json output of a run with a chain, or JSON with `hit_rates`."""
     experts_used: Literal["zipf", "uniform"] = "zipf"
     """How popular experts are."""
     expert_counts: Path | None = None
@@ -80,7 +80,9 @@ class Load:
         if self.expert_counts:
             popularity = routing.from_file(self.expert_counts, model.n_routed_experts, model.num_experts_per_tok)
         if self.hit_rates:
-            rates = acceptance.from_file(self.hit_rates, constants.after_sibling)
+            rates = acceptance.from_file(
+                self.hit_rates, sibling_share=constants.sibling_share, after_sibling=constants.after_sibling
+            )
         else:
             rates = default_acceptance(self.block, self.hit_rate)
         return make_scenario(

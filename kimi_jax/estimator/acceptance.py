@@ -150,17 +150,25 @@ def _ranks(rate: float, sibling_share: float, ranks: int = 8) -> tuple[float, ..
     return tuple(row)
 
 
-def from_file(path: Path, after_sibling: float = 1.0) -> Acceptance:
-    """Read measured hit rates: JSON with a list `hit_rates`, one entry a depth, each a number or a list by rank.
+def from_file(path: Path, *, sibling_share: float, after_sibling: float) -> Acceptance:
+    """Read measured hit rates, one entry a draft depth.
 
-    This is what the decoder's JSON report holds.
+    Either decode.py's --json output of a run with a chain (`acceptance_by_position` of its `summary`), or JSON with a
+    list `hit_rates`. An entry is the first candidate's rate, whose siblings then follow from `sibling_share`, or a
+    list of rates by rank.
 
     Raises:
-        ValueError: the file has no such list.
+        ValueError: the file has neither.
     """
     report = json.loads(Path(path).read_text())
-    rates = report.get("hit_rates") if isinstance(report, dict) else report
+    rates = None
+    if isinstance(report, dict):
+        rates = report.get("hit_rates") or report.get("summary", {}).get("acceptance_by_position")
     if not isinstance(rates, list) or not rates:
-        raise ValueError(f"{path}: no list `hit_rates` with one entry for each draft depth")
-    rows = tuple(tuple(map(float, row)) if isinstance(row, list) else (float(row),) for row in rates)
+        raise ValueError(
+            f"{path}: neither a list `hit_rates` nor a decode.py report that speculated (`acceptance_by_position`)"
+        )
+    rows = tuple(
+        tuple(map(float, row)) if isinstance(row, list) else _ranks(float(row), sibling_share) for row in rates
+    )
     return Acceptance((rows,), f"measured, {Path(path).name}", after_sibling)

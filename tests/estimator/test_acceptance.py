@@ -62,12 +62,16 @@ def test_default_is_the_kimi_drafters_card():
 def test_measured_hit_rates(tmp_path):
     path = tmp_path / "report.json"
     path.write_text(json.dumps({"hit_rates": [[0.8, 0.1], 0.5], "tokens": 7}))
-    measured = acceptance.from_file(path)
+    measured = acceptance.from_file(path, sibling_share=0.5, after_sibling=0.5)
     assert measured.max_depth == 2
-    assert measured.length(2) == pytest.approx(1 + 0.8 + 0.4)
-    path.write_text("{}")
+    # 0.8, 0.8 · 0.5, the second's sibling 0.8 · 0.25, and so on; of the first depth only what was listed.
+    assert measured.length(3) == pytest.approx(1 + 0.8 + 0.4 + 0.2)
+    path.write_text(json.dumps({"results": [], "summary": {"acceptance_by_position": [0.9, 0.5]}}))
+    decoded = acceptance.from_file(path, sibling_share=0.5, after_sibling=0.5)
+    assert decoded.chain_length() == pytest.approx(1 + 0.9 + 0.45)
+    path.write_text(json.dumps({"results": [], "summary": {"acceptance_by_position": []}}))
     with pytest.raises(ValueError, match="hit_rates"):
-        acceptance.from_file(path)
+        acceptance.from_file(path, sibling_share=0.5, after_sibling=0.5)
 
 
 @pytest.mark.parametrize("rates", [((0.7, 0.5),), ((-0.1,),), ((),)])
