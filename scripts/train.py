@@ -69,7 +69,7 @@ class Drafter(Common):
     """Checkpoint of the target."""
     loss: DraftLoss = dataclasses.field(default_factory=DraftLoss)
     """Weights of the positions in a block."""
-    texts: int = 1536
+    texts: int = 1024
     """Training prompts that the target answers."""
 
 

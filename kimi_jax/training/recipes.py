@@ -139,9 +139,9 @@ class TargetRun:
 class DrafterRun:
     """The drafter's run. The target and its answers to the training prompts are part of the recipe."""
 
-    recipe: Recipe = dataclasses.field(default_factory=lambda: Recipe(steps=2000, learning_rate=3e-3))
+    recipe: Recipe = dataclasses.field(default_factory=lambda: Recipe(steps=1600, learning_rate=3e-3))
     loss: DraftLoss = dataclasses.field(default_factory=DraftLoss)
-    texts: int = 1536
+    texts: int = 1024
     """Training prompts answered by the target."""
     texts_per_step: int = 8
     length: int = 80
