@@ -94,12 +94,14 @@ def test_table_value_is_the_wanted_key_s():
 
 
 def test_lookups_weigh_more_late_in_training():
-    share = {}
-    for step in (0, tasks.LATE - 1, tasks.LATE):
-        stream = tasks.training_stream(np.random.default_rng(0), step)
-        share[step] = np.mean([next(stream).family == "table" for _ in range(2000)])
-    assert share[0] == share[tasks.LATE - 1] == pytest.approx(1.2 / 11.2, abs=0.02)
-    assert share[tasks.LATE] == pytest.approx(6 / 16, abs=0.03)
+    """Shares of 6,000 draws; their standard deviations are 0.004 and 0.006."""
+
+    def share(step):
+        streams = (tasks.training_stream(np.random.default_rng(seed), step) for seed in range(3))
+        return np.mean([next(stream).family == "table" for stream in streams for _ in range(2000)])
+
+    assert share(0) == share(tasks.LATE - 1) == pytest.approx(1.2 / 11.2, abs=0.02)
+    assert share(tasks.LATE) == pytest.approx(6 / 16, abs=0.03)
 
 
 def test_story_uses_what_the_prompt_names():
