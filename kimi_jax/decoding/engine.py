@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from kimi_jax.checkpoint import huggingface
+from kimi_jax.checkpoint import huggingface, orbax
 from kimi_jax.config import ModelConfig
 from kimi_jax.ddtree.budget import ROW_COUNTS, CostTable
 from kimi_jax.decoding.generate import Limits, Progress, generate
@@ -211,7 +211,7 @@ def open_checkpoint(
     drafter: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Engine:
-    """Reads a checkpoint directory, and a drafter's, onto a mesh.
+    """Reads a checkpoint directory (HF layout, or sharded by convert.py), and a drafter's, onto a mesh.
 
     `progress` is told of the target's bytes read and of those in all.
 
@@ -227,16 +227,15 @@ def open_checkpoint(
     module = None
     if drafter is not None:  # first: it is small, and one that does not fit is refused before the long read
         module, parameters["drafter"] = load_drafter(drafter, config, mesh, places, dtype=dtype)
-    parameters["target"] = huggingface.load(
-        checkpoint,
-        model,
-        config.key_prefix,
-        mesh,
-        places,
-        dtype=dtype,
-        num_experts=config.n_routed_experts,
-        slot_experts=model.placement.slot_experts,
-        progress=progress,
-    )
+    slots = model.placement.slot_experts
+    if orbax.is_sharded(checkpoint):
+        parameters["target"] = orbax.restore(
+            checkpoint, model, mesh, places, dtype=dtype, slot_experts=slots, progress=progress
+        )
+    else:
+        parameters["target"] = huggingface.load(
+            checkpoint, model, config.key_prefix, mesh, places,
+            dtype=dtype, num_experts=config.n_routed_experts, slot_experts=slots, progress=progress,
+        )  # fmt: skip
     seconds = time.perf_counter() - started
     return Engine(model, parameters, tokenizer, mesh, layout, dtype, seconds, module)
