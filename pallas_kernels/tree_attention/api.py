@@ -1,5 +1,6 @@
 """One public function for MLA tree attention, which picks an implementation and says what it picked and why."""
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
@@ -36,10 +37,10 @@ def tree_attention(
     float32, with which parts of a context may be joined (`merge`). Padding rows give 0 and −inf. The softmax is
     float32; bfloat16 inputs are accumulated in float32, float32 inputs are computed in float32 throughout.
 
-    Call it on local shapes: under a mesh with more than one device, inside `shard_map`, with requests and heads
-    sharded and the rest whole. `choose` tells beforehand which implementation "auto" takes, and why. A kernel needs
-    finite values past the length (zero-initialise the cache); the reference does not. `config` overrides a named
-    kernel's launch parameters, and `interpret` runs it on the CPU.
+    Call it on local shapes: under a mesh with more than one device, inside `shard_map` (with `check_vma=False`, as
+    Mosaic's kernels ask), with requests and heads sharded and the rest whole. `choose` tells beforehand which
+    implementation "auto" takes, and why. A kernel needs finite values past the length (zero-initialise the cache);
+    the reference does not. `config` overrides a named kernel's launch parameters, and `interpret` runs it on the CPU.
 
     Raises ValueError where shapes do not fit together, or where a named implementation cannot serve them.
     """
@@ -58,6 +59,11 @@ def tree_attention(
     arrays = (q_latent, q_rope, cache_latent, cache_rope, lengths, row_latent, row_rope, ancestors)
     if choice.implementation == "reference":
         return reference.tree_attention(*arrays, scale=scale, valid=valid)
+    if not all(jax.typeof(array).manual_axis_type.empty for array in arrays):
+        raise ValueError(
+            f"the {choice.implementation} kernel takes no arrays that are tracked as varying over mesh axes: "
+            "give shard_map check_vma=False"
+        )
     kernel = selection.KERNELS[choice.implementation]
     if not isinstance(config, kernel.Config | None):
         raise ValueError(f"config is a {type(config).__module__}.Config, but {choice.implementation} was picked")

@@ -18,10 +18,12 @@ from meshes.targets import target
 from pallas_kernels.tree_attention import choose, tree_attention
 from pallas_kernels.tree_attention.shapes import SCALE, SHAPES
 
+TP = 2
 
-def arguments(shape, sharding):
-    """Abstract arguments of `tree_attention` in its order."""
-    queries = (shape.requests, shape.rows, shape.heads)
+
+def arguments(shape, mesh):
+    """Abstract arguments of `tree_attention` in its order and their partition, with `shape` on each of TP devices."""
+    queries = (shape.requests, shape.rows, TP * shape.heads)
     sizes = [
         (*queries, shape.kv_lora_rank),
         (*queries, shape.rope),
@@ -33,22 +35,33 @@ def arguments(shape, sharding):
         (shape.requests, shape.rows, shape.rows),
     ]
     dtypes = [jnp.bfloat16] * 4 + [jnp.int32] + [jnp.bfloat16] * 2 + [jnp.bool_]
-    return [jax.ShapeDtypeStruct(s, d, sharding=sharding) for s, d in zip(sizes, dtypes, strict=True)]
+    specs = [P(None, None, "tp")] * 2 + [P()] * 6
+    abstract = [
+        jax.ShapeDtypeStruct(size, dtype, sharding=NamedSharding(mesh, spec))
+        for size, dtype, spec in zip(sizes, dtypes, specs, strict=True)
+    ]
+    return abstract, tuple(specs)
 
 
 def main():
     cut = sys.argv.index("/")
     for gpu in sys.argv[1:cut]:
         devices = topologies.get_topology_desc(
-            platform="cuda", topology_name=gpu, topology="1x1x1", target_config=target(gpu)
+            platform="cuda", topology_name=gpu, topology=f"1x1x{TP}", target_config=target(gpu)
         ).devices
-        mesh = Mesh(np.array(devices).reshape(1), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))
+        mesh = Mesh(np.array(devices).reshape(TP), ("tp",), axis_types=(jax.sharding.AxisType.Explicit,))
         for name in sys.argv[cut + 1 :]:
             shape = SHAPES[name]
             print(f"=== {gpu} {name}", flush=True)
             with jax.set_mesh(mesh):
-                call = jax.jit(lambda *a: tree_attention(*a, scale=SCALE))
-                compiled = call.lower(*arguments(shape, NamedSharding(mesh, P()))).compile()
+                abstract, specs = arguments(shape, mesh)
+                call = jax.shard_map(
+                    lambda *a: tree_attention(*a, scale=SCALE),
+                    in_specs=specs,
+                    out_specs=(P(None, None, "tp"),) * 2,
+                    check_vma=False,
+                )
+                compiled = jax.jit(call).lower(*abstract).compile()
                 choice = choose(requests=shape.requests, rows=shape.rows, heads=shape.heads, positions=shape.positions)
             text, memory = compiled.as_text(), compiled.memory_analysis()
             report = {

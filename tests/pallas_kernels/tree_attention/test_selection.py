@@ -98,6 +98,17 @@ def test_launch_parameters_of_another_kernel_are_refused():
         tree_attention(*arguments, scale=SCALE, implementation="hopper", config=blackwell.Config())
 
 
+def test_arrays_tracked_over_mesh_axes_are_refused_with_the_remedy():
+    mesh = jax.make_mesh((1,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))
+    arguments = problem(Shape(1, 2, 8, 64, kv_lora_rank=128))
+    spec = jax.sharding.PartitionSpec("dp")
+    call = jax.shard_map(
+        lambda *a: tree_attention(*a, scale=SCALE, implementation="hopper"), mesh=mesh, in_specs=spec, out_specs=spec
+    )
+    with pytest.raises(ValueError, match="give shard_map check_vma=False"):
+        jax.eval_shape(call, *arguments)
+
+
 def test_the_pair_form_is_taken_by_name_alone():
     assert choose(**SIZES, device=GB300).implementation == "blackwell"
     choice = choose(**SIZES, device=GB300, implementation="blackwell_pair")
