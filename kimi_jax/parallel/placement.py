@@ -1,4 +1,4 @@
-"""Which expert lies in which slot: ranks hold equally many slots, so some stay empty where experts do not divide."""
+"""Which expert lies in which slot: ranks hold equally many slots; spare ones stay empty or hold replicas."""
 
 import dataclasses
 
@@ -6,33 +6,50 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from kimi_jax.parallel.collectives import axis_index
+
 EMPTY = -1
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """`slot_experts[s]` is the expert in slot s, or EMPTY; slots of a rank are contiguous, ranks in mesh order."""
+    """`slot_experts[s]` is the expert in slot s, or EMPTY; slots of a rank are contiguous, ranks in mesh order.
+
+    An expert in several slots has replicas, which share its rows (`parallel.eplb` makes such placements).
+    """
 
     slot_experts: tuple[int, ...]
     num_experts: int
 
     def __post_init__(self) -> None:
-        missing = set(range(self.num_experts)) - set(self.slot_experts)
+        held = set(self.slot_experts)
+        missing = set(range(self.num_experts)) - held
         if missing:
             raise ValueError(f"no slot holds expert {min(missing)} (and {len(missing) - 1} more)")
+        unknown = held - set(range(self.num_experts)) - {EMPTY}
+        if unknown:
+            raise ValueError(f"a slot holds expert {min(unknown)}; there are experts 0 to {self.num_experts - 1}")
 
     @property
     def num_slots(self) -> int:
         """Slots over all ranks, empty ones included."""
         return len(self.slot_experts)
 
-    def slots_of(self, experts: Int[Array, "..."]) -> Int[Array, "..."]:
-        """The slot that serves each expert id; an empty slot is never among them."""
-        first = np.full(self.num_experts, EMPTY, np.int32)
-        for slot in reversed(range(self.num_slots)):
-            if self.slot_experts[slot] != EMPTY:
-                first[self.slot_experts[slot]] = slot
-        return jnp.asarray(first)[experts]
+    def slots_of(self, experts: Int[Array, "rows ..."]) -> Int[Array, "rows ..."]:
+        """The slot that serves each row's experts; an empty slot is never among them.
+
+        Replicas take turns by the number of the row, counted on from one ep rank to the next: rows i and i + 1 go to
+        different replicas, and the same row to the same replica every time.
+        """
+        slots = np.array(self.slot_experts)
+        replicas = [np.flatnonzero(slots == expert) for expert in range(self.num_experts)]
+        counts = np.array([len(held) for held in replicas])
+        table = np.stack([np.resize(held, counts.max()) for held in replicas]).astype(np.int32)
+        if counts.max() == 1:
+            return jnp.asarray(table[:, 0])[experts]
+        rows = experts.shape[0]
+        row = axis_index("ep") * rows + jnp.arange(rows).reshape(-1, *[1] * (experts.ndim - 1))
+        return jnp.asarray(table)[experts, row % jnp.asarray(counts, jnp.int32)[experts]]
 
 
 def even_placement(num_experts: int, ranks: int) -> Placement:

@@ -22,3 +22,14 @@ def test_k26_experts_over_ranks(ranks, slots, empty):
 def test_an_expert_without_a_slot_is_refused():
     with pytest.raises(ValueError, match="expert 1"):
         Placement((0, 2, EMPTY), 3)
+
+
+def test_an_unknown_expert_is_refused():
+    with pytest.raises(ValueError, match="expert 3; there are experts 0 to 2"):
+        Placement((0, 2, 1, 3), 3)
+
+
+def test_replicas_take_turns_by_row():
+    placement = Placement((1, 0, 2, 1, EMPTY, 1), 3)
+    experts = jnp.asarray([[1, 0], [1, 2], [0, 1], [1, 1]])
+    np.testing.assert_array_equal(placement.slots_of(experts), [[0, 1], [3, 2], [1, 5], [0, 0]])

@@ -1,0 +1,162 @@
+"""Which experts get replicas and where every replica lies, from measured loads: DeepSeek's EPLB (own code, in numpy).
+
+The published policies (DeepSeek-V3, arXiv 2412.19437, section 3.4; deepseek-ai/EPLB): spare slots go to the experts
+with the highest load per replica, one after the other, and replicas are packed onto ranks heaviest first. The global
+policy does so over all ranks. The hierarchical one first packs groups of experts onto nodes and keeps to them, which
+saves network traffic for models whose router keeps to groups; K2.6 has a single group, so it always gets the global.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from kimi_jax.parallel.placement import Placement
+from meshes.presets import expert_slots
+
+FORMAT = "expert placements 1"
+
+
+def pack_evenly(weights: Float[np.ndarray, " items"], packs: int) -> Int[np.ndarray, "packs items_per_pack"]:
+    """Items by pack, as many in each, their sums as even as a greedy choice makes them.
+
+    Heaviest first (the lower index where equal), each to the lightest pack with room; in the order they came.
+    """
+    size = len(weights) // packs
+    if size * packs != len(weights):
+        raise ValueError(f"{len(weights)} items do not fill {packs} packs evenly")
+    if size == 1:
+        return np.arange(packs)[:, None]
+    held: list[list[int]] = [[] for _ in range(packs)]
+    sums = np.zeros(packs)
+    for item in np.argsort(-weights, kind="stable"):
+        lightest = min((pack for pack in range(packs) if len(held[pack]) < size), key=sums.__getitem__)
+        held[lightest].append(int(item))
+        sums[lightest] += weights[item]
+    return np.array(held)
+
+
+def replicate(loads: Float[np.ndarray, " experts"], num_replicas: int) -> Int[np.ndarray, " replicas"]:
+    """The expert of each replica: every expert once, then again and again the one with the highest load a replica."""
+    counts = np.ones(len(loads))
+    experts = list(range(len(loads)))
+    for _ in range(num_replicas - len(loads)):
+        heaviest = int(np.argmax(loads / counts))
+        experts.append(heaviest)
+        counts[heaviest] += 1
+    return np.array(experts)
+
+
+def rebalance(
+    loads: Float[np.ndarray, " experts"], num_slots: int, ranks: int, groups: int = 1, nodes: int = 1
+) -> Int[np.ndarray, " slots"]:
+    """The expert in each slot of one layer; slots of a rank are contiguous, ranks of a node too.
+
+    Hierarchical where `nodes` divides `groups`, global otherwise.
+
+    Args:
+      loads: rows that chose each expert, over any time.
+      num_slots: over all ranks; those beyond one an expert hold replicas.
+      groups: of consecutive experts, that the router chooses among.
+      nodes: over which the ranks are spread evenly.
+
+    Raises:
+      ValueError: sizes that do not divide, or fewer slots than experts.
+    """
+    experts = len(loads)
+    if num_slots < experts:
+        raise ValueError(f"{num_slots} slots cannot hold {experts} experts")
+    if not np.all(np.isfinite(loads)) or np.any(np.asarray(loads) < 0):
+        raise ValueError("loads must be finite and not negative: they count the rows that chose each expert")
+    for what, size, parts in (
+        ("slots", num_slots, ranks), ("experts", experts, groups), ("ranks", ranks, nodes),
+    ):  # fmt: skip
+        if size % parts:
+            raise ValueError(f"{size} {what} cannot be shared evenly by {parts}")
+    if groups % nodes:
+        groups = nodes = 1
+    loads = np.asarray(loads, np.float64)
+    grouped = np.arange(experts).reshape(groups, -1)
+    slots = []
+    for node in pack_evenly(loads[grouped].sum(1), nodes):
+        held = grouped[node].reshape(-1)
+        # The published code numbers a node's experts by group in the order packed, and its ties follow that order.
+        replicas = held[replicate(loads[held], num_slots // nodes)]
+        counts = np.bincount(replicas, minlength=experts)
+        packed = pack_evenly((loads / np.maximum(counts, 1))[replicas], ranks // nodes)
+        slots.append(replicas[packed].reshape(-1))
+    return np.concatenate(slots)
+
+
+def balanced_placements(
+    loads: Float[np.ndarray, "layers experts"],
+    ranks: int,
+    num_slots: int | None = None,
+    groups: int = 1,
+    nodes: int = 1,
+) -> list[Placement]:
+    """One placement a layer from its own loads; by default as many slots as fit evenly, all of them in use.
+
+    384 experts over 72 ranks: 432 slots, 48 of them replicas.
+    """
+    loads = np.asarray(loads)
+    if loads.ndim != 2:
+        raise ValueError(f"loads are [layers, experts], not {list(loads.shape)}")
+    slots = num_slots or expert_slots(loads.shape[1], ranks)
+    return [
+        Placement(tuple(int(e) for e in rebalance(layer, slots, ranks, groups, nodes)), loads.shape[1])
+        for layer in loads
+    ]
+
+
+def rank_loads(placement: Placement, loads: Float[np.ndarray, " experts"], ranks: int) -> Float[np.ndarray, " ranks"]:
+    """Load of each rank when an expert's rows are shared evenly by its replicas."""
+    held = np.array(placement.slot_experts)
+    counts = np.bincount(held[held >= 0], minlength=placement.num_experts)
+    share = np.asarray(loads, np.float64) / counts
+    return np.where(held >= 0, share[held], 0.0).reshape(ranks, -1).sum(1)
+
+
+def imbalance(placement: Placement, loads: Float[np.ndarray, " experts"], ranks: int) -> float:
+    """Load of the fullest rank over the mean; 1 is perfect."""
+    by_rank = rank_loads(placement, loads, ranks)
+    return float(by_rank.max() / by_rank.mean())
+
+
+def save_placements(path: str | Path, placements: Sequence[Placement]) -> None:
+    """Writes one placement a layer as JSON."""
+    content = {
+        "format": FORMAT,
+        "num_experts": placements[0].num_experts,
+        "slot_experts": [list(placement.slot_experts) for placement in placements],
+    }
+    Path(path).write_text(json.dumps(content) + "\n")
+
+
+def load_placements(path: str | Path, *, layers: int, num_experts: int, ranks: int) -> list[Placement]:
+    """Reads what `save_placements` wrote, for a model and layout.
+
+    Raises:
+      ValueError: not such a file, or made for another number of layers, experts or ranks.
+    """
+    try:
+        content = json.loads(Path(path).read_text())
+        form, experts, rows = content["format"], content["num_experts"], content["slot_experts"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not a file of expert placements ({error!r})") from error
+    if form != FORMAT:
+        raise ValueError(f"{path}: format is {form!r}; this version reads {FORMAT!r}")
+    for what, found, wanted in (("experts", experts, num_experts), ("layers", len(rows), layers)):
+        if found != wanted:
+            raise ValueError(f"{path}: made for {found} {what}; the model has {wanted}")
+    placements = []
+    for layer, slots in enumerate(rows):
+        if len(slots) % ranks:
+            raise ValueError(f"{path}: layer {layer} has {len(slots)} slots, which {ranks} ranks cannot share evenly")
+        try:
+            placements.append(Placement(tuple(slots), experts))
+        except ValueError as error:
+            raise ValueError(f"{path}: layer {layer}: {error}") from None
+    return placements
