@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from kimi_jax.decoding.engine import Engine
 
 ASSETS = Path(__file__).parent / "assets"
-BUNDLED_CHECKPOINT = ASSETS / "tiny_random"
-BUNDLED_DRAFTER = ASSETS / "tiny_random_drafter"
+BUNDLED_CHECKPOINT = ASSETS / "small"
+BUNDLED_DRAFTER = ASSETS / "small_drafter"
 """Drafts for the bundled checkpoint."""
 
 Dtype = Literal["auto", "bfloat16", "float32"]

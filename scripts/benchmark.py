@@ -18,10 +18,12 @@ from kimi_jax.cli import BUNDLED_DRAFTER, MeshOptions, errors_in_one_line, open_
 from kimi_jax.prompts import Prompt, encode, read_prompts
 
 PROMPTS = (
-    "Reverse the word garden.",
-    "Write the word planet in capitals.",
-    "Add 47 and 38. Show the steps.",
-    "Tell me a short story.",
+    "Add 478 and 356.",
+    'Reverse "garden".',
+    "Write the date 2024-03-17 in words.",
+    "Write as JSON: name=kxq, age=31, city=abcd.",
+    "Convert 37 km to m.",
+    "Tell a story about a fox named Mila, a forest and a coin.",
 )
 
 

@@ -29,9 +29,9 @@ from meshes.presets import preset
 jax.config.update("jax_num_cpu_devices", 72)
 
 TESTS = Path(__file__).parent
-ASSETS = TESTS.parent / "kimi_jax" / "assets"
+DATA = TESTS / "data"
 
-CHECKPOINT, DRAFTER = ASSETS / "tiny_random", ASSETS / "tiny_random_drafter"
+CHECKPOINT, DRAFTER = DATA / "tiny_random", DATA / "tiny_random_drafter"
 
 MESHES = {
     "local": preset("local"),

@@ -21,7 +21,7 @@ from kimi_jax.config import ModelConfig
 from kimi_jax.model.transformer import CausalLM
 from kimi_jax.parallel.placement import Placement, even_placement
 
-ASSETS = Path(__file__).parents[2] / "kimi_jax" / "assets"
+DATA = Path(__file__).parents[1] / "data"
 RULES = {"heads": "tp", "mlp": "tp", "vocab": "tp", "expert": ("ep", "tp"), "expert_mlp": None}
 WIDTH_RULES = {**RULES, "expert": "ep", "expert_mlp": "tp"}
 
@@ -79,7 +79,7 @@ class Checkpoint:
 @pytest.fixture
 def tiny(tmp_path) -> Checkpoint:
     """A copy of the bundled checkpoint, to be changed at will."""
-    shutil.copytree(ASSETS / "tiny_random", tmp_path / "tiny")
+    shutil.copytree(DATA / "tiny_random", tmp_path / "tiny")
     return Checkpoint(tmp_path / "tiny")
 
 
@@ -95,7 +95,7 @@ def _make_mesh():
 @pytest.fixture
 def convert():
     """scripts/convert.py as a module."""
-    spec = importlib.util.spec_from_file_location("convert", ASSETS.parents[1] / "scripts" / "convert.py")
+    spec = importlib.util.spec_from_file_location("convert", DATA.parents[1] / "scripts" / "convert.py")
     assert spec is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)  # pyright: ignore[reportOptionalMemberAccess]

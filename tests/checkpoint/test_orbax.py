@@ -53,7 +53,7 @@ def assert_same(one, two):
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
     """The bundled checkpoint as a sharded one, converted once; tests that damage it copy it."""
-    source = Path(__file__).parents[2] / "kimi_jax" / "assets" / "tiny_random"
+    source = Path(__file__).parents[1] / "data" / "tiny_random"
     target = tmp_path_factory.mktemp("orbax") / "tiny"
     config = ModelConfig.from_json(source)
     conversion.to_orbax(

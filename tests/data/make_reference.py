@@ -1,7 +1,7 @@
 """Write the bundled tiny checkpoints and the reference fixtures, with implementations outside this project.
 
     uv run --group fixtures tests/data/make_reference.py OUT              # everything, under OUT
-    uv run --group fixtures tests/data/make_reference.py --bundle         # in place: kimi_jax/assets and tests/data
+    uv run --group fixtures tests/data/make_reference.py --bundle         # in place, in tests/data
     uv run --group fixtures tests/data/make_reference.py OUT --selfcheck  # and prove that the fixtures can fail
 
 The checkpoints have K2.6's layout on disk and random weights; their experts are quantised and packed by
@@ -21,7 +21,6 @@ from tiny_checkpoint import TOKENS, Tensors, expert_codes, write_drafter, write_
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 DATA = Path(__file__).parent
-ASSETS = DATA.parents[1] / "kimi_jax" / "assets"
 
 
 def transformers_model(config: dict, tensors: Tensors) -> DeepseekV3ForCausalLM:
@@ -205,11 +204,11 @@ def main() -> None:
     args = parser.parse_args()
     if (args.out is None) == (not args.bundle):
         parser.error("give OUT or --bundle")
-    assets, fixtures = (ASSETS, DATA) if args.bundle else (args.out, args.out)
+    fixtures = DATA if args.bundle else args.out
     fixtures.mkdir(parents=True, exist_ok=True)
     transformers.logging.set_verbosity_error()
 
-    tiny = assets / "tiny_random"
+    tiny = fixtures / "tiny_random"
     model = transformers_model(*write_tiny(tiny))
     reference, facts = tiny_reference(model, len(TOKENS), torch.Generator().manual_seed(10))
     save(reference, fixtures / "reference.safetensors")
@@ -220,7 +219,7 @@ def main() -> None:
     ids, out = draw(model, (2, 24), config["vocab_size"], torch.Generator().manual_seed(11))
     save({"input_ids": ids, "logits": out["logits"]}, fixtures / "variant_ct" / "reference.safetensors")
 
-    write_drafter(assets / "tiny_random_drafter")
+    write_drafter(fixtures / "tiny_random_drafter")
     if args.selfcheck:
         selfcheck(tiny, fixtures)
 

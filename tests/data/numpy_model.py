@@ -273,4 +273,4 @@ def selfcheck(tiny: Path, fixtures: Path) -> None:
 
 
 if __name__ == "__main__":
-    selfcheck(HERE.parents[1] / "kimi_jax" / "assets" / "tiny_random", HERE)
+    selfcheck(HERE / "tiny_random", HERE)

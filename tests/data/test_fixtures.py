@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 DATA = Path(__file__).parent
-ASSETS = DATA.parents[1] / "kimi_jax" / "assets"
-TINY, VARIANT = ASSETS / "tiny_random", DATA / "variant_ct"
+TINY, VARIANT = DATA / "tiny_random", DATA / "variant_ct"
 
 numpy_model = runpy.run_path(str(DATA / "numpy_model.py"))
 NumpyModel, MISTAKES, TOLERANCE = (numpy_model[name] for name in ("NumpyModel", "MISTAKES", "TOLERANCE"))

@@ -1,7 +1,7 @@
 """Random checkpoints in the K2 family's layout on disk, used by make_reference.py; needs torch and compressed-tensors.
 
-`write_tiny` writes kimi_jax/assets/tiny_random, `write_variant` tests/data/variant_ct, and `write_drafter`
-kimi_jax/assets/tiny_random_drafter. Their bytes are the same on every run.
+`write_tiny` writes tests/data/tiny_random, `write_variant` tests/data/variant_ct, and `write_drafter`
+tests/data/tiny_random_drafter. Their bytes are the same on every run.
 """
 
 import json

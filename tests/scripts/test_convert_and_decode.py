@@ -17,7 +17,7 @@ def run(script, *arguments):
 
 
 def test_a_sharded_checkpoint_decodes_to_the_same_tokens(tmp_path):
-    original, sharded = ROOT / "kimi_jax" / "assets" / "tiny_random", tmp_path / "sharded"
+    original, sharded = ROOT / "tests" / "data" / "tiny_random", tmp_path / "sharded"
     run("convert.py", "to-orbax", "--checkpoint", original, "--output", sharded)
     options = ("Hello", "--max-new-tokens", "4", "--speculation", "none", "--json")
 

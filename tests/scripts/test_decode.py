@@ -79,7 +79,7 @@ def test_prompts_from_files_and_standard_input(tmp_path):
         (("x", "--budget", "-3"), "budget"),
         (("x", "--file", "missing.txt"), "missing.txt"),
         (("x", "--checkpoint", "tests/data/variant_ct", "--speculation", "chain"), "--drafter"),
-        (("x", "--checkpoint", "tests/data/variant_ct", "--drafter", "kimi_jax/assets/tiny_random_drafter"),
+        (("x", "--checkpoint", "tests/data/variant_ct", "--drafter", "tests/data/tiny_random_drafter"),
          "num_target_layers"),
     ],
 )  # fmt: skip
