@@ -127,6 +127,7 @@ def _compile(gpu: str, implementation: Implementation, shapes: list[Shape]) -> N
 
         compiled = jax.jit(call).lower(*operands).compile()
         program = compiled.as_text()
+        assert program is not None
         entry = program[program.index("\nENTRY ") :]
         launches = len(re.findall(r"= [^=]* (?:fusion|custom-call|sort|copy|while|call)\(", entry))
         sizes = {str(o.size) for o in operands[3:]}
