@@ -13,6 +13,7 @@ docs/kernels_tree_attention.md has the budget and the ordering argument of each 
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,9 +79,9 @@ def attend(
     scale2 = registers.base2(scale)
 
     halves = plgpu.Layout.TCGEN05_M64_COLLECTIVE(half)
-    pair = {"collective_axis": "block"}
+    pair: dict[str, Any] = {"collective_axis": "block"}
 
-    def split(axis):
+    def split(axis: int) -> dict[str, Any]:
         """A copy whose two halves along `axis` go to the two blocks, tracked by the first one's barrier."""
         return {"collective_axes": "block", "leader_tracked": plgpu.CopyPartition.PARTITIONED(axis)}
 
