@@ -112,6 +112,7 @@ def test_steps_lower_the_loss_and_leave_the_target_alone(models, texts):
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == np.asarray(b)).all(), before, weights))
 
 
+@pytest.mark.slow
 def test_drafting_on_two_ranks_is_the_same_step(models, texts):
     model, drafter, weights, drafter_weights = models
     recipe = target.Recipe(steps=3, learning_rate=1e-2, warmup_steps=1)
