@@ -241,7 +241,7 @@ def compile_program(case: Case, *, dump: Path | None = None, registers: bool = F
         lower_seconds=lowered_at - started,
         compile_seconds=time.perf_counter() - lowered_at,
         weights=tuple(_placed(parameters)),
-        state=tuple(_placed(dataclasses.asdict(state))),
+        state=tuple(_placed(state)),
         assembled=read("".join(printed)),
     )
 
@@ -298,15 +298,21 @@ def _check_divides(module: str, declaration: Declaration, programs: Programs) ->
 
 
 def _state(programs: Programs, case: Case) -> DecodeState:
-    requests = case.padded_requests
+    requests, mesh = case.padded_requests, programs.mesh
     start = functools.partial(programs.start, capacity=case.capacity, max_new_tokens=NEW_TOKENS)
-    mesh = programs.mesh
-    return cast(
+    shapes = cast(
         DecodeState,
         jax.eval_shape(
             start, _array(mesh, (requests, 2), jnp.uint32, REQUESTS), _array(mesh, (requests,), jnp.int32, REQUESTS)
         ),
     )
+
+    def place(name: str, value: Any) -> Any:
+        spec = programs.speculation.context_spec if name == "context" else REQUESTS
+        return jax.tree.map(lambda leaf: _array(mesh, leaf.shape, leaf.dtype, cast(PartitionSpec, spec)), value)
+
+    fields = [field.name for field in dataclasses.fields(DecodeState)]
+    return DecodeState(**{name: place(name, getattr(shapes, name)) for name in fields})
 
 
 def _placed(tree: Any) -> Iterator[Placed]:

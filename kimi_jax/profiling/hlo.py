@@ -263,11 +263,8 @@ class Module:
     def collectives(self, mesh: Mapping[str, int]) -> list[Collective]:
         """All messages of one execution, equal ones counted together. `mesh` has the axis sizes, outermost first."""
         counts: dict[tuple[str, tuple[str, ...], int, str], int] = {}
-        for computation, instruction, count in self.executed():
+        for operands, instruction, count in self._messages():
             kind = instruction.opcode.removesuffix("-start")
-            if kind not in _COLLECTIVES:
-                continue
-            operands = [self.computations[computation][name] for name in instruction.operands]
             sent = sum(operand.bytes for operand in operands)
             groups = replica_groups(instruction.attributes)
             size = len(groups[0]) if groups else math.prod(mesh.values())
@@ -276,6 +273,20 @@ class Module:
             counts[key] = counts.get(key, 0) + count
         found = [Collective(kind, axes, size, count, part) for (kind, axes, size, part), count in counts.items()]
         return sorted(found, key=lambda c: (PARTS.index(c.part), c.kind, c.axes, c.bytes))
+
+    def _messages(self) -> Iterator[tuple[list[Instruction], Instruction, int]]:
+        """Collectives with their operands; XLA wraps those it has kernels of its own for in a fusion."""
+        for computation, instruction, count in self.executed():
+            inside = [computation]
+            if instruction.opcode in ("fusion", "fusion-start"):
+                inside = [called for _, called in instruction.called()]
+                instructions = [i for called in inside for i in self.computations[called].values()]
+            else:
+                instructions = [instruction]
+            for found in instructions:
+                if found.opcode.removesuffix("-start") in _COLLECTIVES:
+                    scope = self.computations[inside[0]]
+                    yield [scope[name] for name in found.operands], found, count
 
     def kernels(self) -> list[Kernel]:
         """Pallas kernels, by part."""
@@ -308,16 +319,17 @@ class Module:
     def reads(self) -> dict[tuple[str, str], int]:
         """Bytes that instructions read of each argument, by (argument, part); a slice inside a fusion reads its size.
 
-        A kernel is taken to read its whole operand once.
+        A kernel is taken to read its whole operand once, also one that it is given twice.
         """
         totals: dict[tuple[str, str], int] = {}
         for computation, instruction, count in self.executed():
             if instruction.opcode in _FREE or instruction.opcode in ("while", "call", "conditional"):
                 continue
-            for number, name in enumerate(instruction.operands):
+            for name in dict.fromkeys(instruction.operands):
                 source = self.source(computation, name)
                 if source is None:
                     continue
+                number = instruction.operands.index(name)
                 key = (source, part_of(instruction.op_name))
                 totals[key] = totals.get(key, 0) + count * self._read(computation, instruction, number)
         return totals
@@ -361,7 +373,7 @@ class Module:
                 if source is None:
                     continue
                 whole = self.computations[computation][name].bytes
-                written = max(buffer.bytes for buffer in instruction.results)
+                written = instruction.results[0].bytes if instruction.opcode == "copy-start" else instruction.bytes
                 if written >= max(smallest, share * whole):
                     found.append(Materialised(source, instruction.name, written, part_of(instruction.op_name)))
         return found
@@ -377,8 +389,9 @@ def _target(instruction: Instruction) -> str:
 
 
 def _kernel_name(instruction: Instruction) -> str:
-    last = [scope for scope in instruction.op_name.split("/") if scope]
-    return last[-1] if last else instruction.name
+    # Pallas ends the path with the operation that launches; the scope before it is the kernel's own name.
+    scopes = [scope for scope in instruction.op_name.split("/") if scope not in ("", "mpmd_map", "pallas_call")]
+    return scopes[-1] if scopes else instruction.name
 
 
 def _place(op_name: str) -> str:

@@ -176,7 +176,7 @@ def make_report(compiled: Compiled) -> Report:
         case=case,
         parts=tuple(parts),
         holdings=holdings(case, compiled.weights, compiled.state, compiled.memory.temporaries, card),
-        materialised=tuple(module.materialised()),
+        materialised=tuple(_with_part(found, names) for found in module.materialised()),
         host_transfers=tuple(module.host_transfers()),
         custom_calls=module.custom_calls(),
         touched_experts=touched_experts(case),
@@ -185,6 +185,13 @@ def make_report(compiled: Compiled) -> Report:
         peak_bytes=compiled.memory.peak,
         assembled=compiled.assembled,
     )
+
+
+def _with_part(found: Materialised, weights: set[str]) -> Materialised:
+    """XLA leaves the scope of what it merges from two operations: a weight's own part then."""
+    if found.part == "other" and found.array in weights:
+        return dataclasses.replace(found, part=weight_part(found.array))
+    return found
 
 
 def transfer(network: Network, case: Case, message: Collective) -> Transfer:

@@ -6,16 +6,14 @@ writes a pickled `Compiled`. `reduced` keeps the head and latent sizes that kern
 """
 
 import dataclasses
-import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.drafter.config import DrafterConfig
 from kimi_jax.estimator.model import k26
-from kimi_jax.profiling.compile import Case, Compiled, Program, compile_program, kimi_drafter, with_layers
+from kimi_jax.profiling.compile import Case, Program, compile_program, kimi_drafter, with_layers
 from meshes.presets import preset
 
 
@@ -38,19 +36,6 @@ def case_of(mesh: str, gpu: str, program: Program, budget: int, layers: int, siz
     # A cache of 1 MiB and more a layer even where all else is small: its copy would be seen.
     context, chunk = (2048, 32) if size == "reduced" else (8192, 512)
     return Case(config, preset(mesh), gpu, 64, context, budget, drafter if budget else None, program, chunk)
-
-
-def compiled_apart(output: Path, *arguments: object) -> Compiled:
-    """Runs this file with the arguments before the output; the compiler's own words are the message of a failure."""
-    done = subprocess.run(
-        [sys.executable, __file__, *map(str, arguments), str(output)],
-        env=os.environ | {"JAX_PLATFORMS": "", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return pickle.loads(output.read_bytes())
 
 
 if __name__ == "__main__":

@@ -28,6 +28,11 @@ PROGRAM = """HloModule jit_round, is_scheduled=true, num_partitions=12
   ROOT %transpose.1 = bf16[2048,1024]{1,0} transpose(%p.0), dimensions={1,0}
 }
 
+%summing (p.6: bf16[8,512]) -> bf16[8,512] {
+  %p.6 = bf16[8,512]{1,0} parameter(0)
+  ROOT %psum.1 = bf16[8,512]{1,0} all-reduce(%p.6), channel_id=2, replica_groups=mesh['dp'=1,'ep'=3,'tp'=4] {'tp'}, to_apply=%sum, metadata={op_name="jit(round)/layer1/reductions/psum"}
+}
+
 %slicing (p.1: bf16[4096,512], p.2: s32[8]) -> bf16[8,512] {
   %p.1 = bf16[4096,512]{1,0} parameter(0)
   %p.2 = s32[8]{0} parameter(1)
@@ -64,10 +69,12 @@ ENTRY %main (w: bf16[1024,2048], e: bf16[4096,512], c: bf16[8,1024,64], t: s32[8
   %rows = bf16[8,512]{1,0} fusion(%e, %t), kind=kLoop, calls=%slicing, metadata={op_name="jit(round)/gather"}
   %all-reduce-start = bf16[8,512]{1,0} all-reduce-start(%rows), channel_id=1, replica_groups=[3,4]<=[12], to_apply=%sum, metadata={op_name="jit(round)/layer0/reductions/psum"}
   %all-reduce-done = bf16[8,512]{1,0} all-reduce-done(%all-reduce-start), metadata={op_name="jit(round)/layer0/reductions/psum"}
+  %fusion-start = ((bf16[8,512]{1,0}), bf16[8,512]{1,0}) fusion-start(%all-reduce-done), kind=kCustom, calls=%summing
+  %fusion-done = bf16[8,512]{1,0} fusion-done(%fusion-start)
   %all-gather-start = (bf16[8,512]{1,0}, bf16[24,512]{1,0}) all-gather-start(%all-reduce-done), replica_groups=[4,3]<=[3,4]T(1,0), dimensions={0}, metadata={op_name="jit(round)/layer0/experts/exchange/all_gather"}
   %all-gather-done = bf16[24,512]{1,0} all-gather-done(%all-gather-start)
   %custom-call.1 = f32[24,512]{1,0} custom-call(%all-gather-done, %w), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(round)/layer0/experts/int4_gate_up"}
-  %custom-call.2 = f32[24,512]{1,0} custom-call(%custom-call.1, %w), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(round)/layer0/experts/int4_gate_up"}
+  %custom-call.2 = f32[24,512]{1,0} custom-call(%custom-call.1, %w, %w), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(round)/layer0/experts/int4_gate_up/mpmd_map"}
   %zero = s32[] constant(0)
   %start = (s32[], bf16[1024,2048]{1,0}) tuple(%zero, %w)
   %loop = (s32[], bf16[1024,2048]{1,0}) while(%start), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"7"}}
@@ -84,7 +91,7 @@ def module():
 def test_messages(module):
     assert module.collectives(MESH) == [
         Collective("all-gather", ("ep",), 24 * 512 * 2, 1, "exchange"),
-        Collective("all-reduce", ("tp",), 8 * 512 * 2, 1, "reductions"),
+        Collective("all-reduce", ("tp",), 8 * 512 * 2, 2, "reductions"),
     ]
 
 
