@@ -1,8 +1,8 @@
 """Decode prompts with a Kimi K2.6 checkpoint: text streams as it is generated, one line sums up the run.
 
 Examples:
-  uv run scripts/decode.py "What is 12 + 30?"
-  uv run scripts/decode.py --mesh nvl72 --max-new-tokens 32 "Tell me a story"
+  uv run scripts/decode.py --instant "Add 478 and 356."
+  uv run scripts/decode.py --mesh nvl72 "Tell a story about a fox named Mila, a forest and a coin."
   uv run scripts/decode.py --file prompts.jsonl --temperature 0.6 --top-p 0.95 --json
 """
 
@@ -27,6 +27,7 @@ from kimi_jax.cli import (
 )
 from kimi_jax.prompts import Prompt, encode, read_prompts
 from kimi_jax.tokenizer import Tokenizer
+from meshes.devices import use_cpu_if_no_gpu
 
 if TYPE_CHECKING:
     from kimi_jax.ddtree.budget import CostTable
@@ -80,6 +81,11 @@ class Options(MeshOptions):
     """Pretend this mean acceptance length, to measure throughput. The text is then meaningless."""
     time_parts: bool = False
     """Also measure the share of a round that drafting, verifying and committing take (compiles each of them)."""
+    explain: bool = False
+    """Print how the checkpoint lies on the mesh (who holds what, bytes of a device, messages and their links) and load
+    nothing. Prompts count as requests; their length is not known, so the cache is that of --explain-context tokens."""
+    explain_context: int = 8192
+    """Cached tokens of each request that --explain counts."""
     json: bool = False
     """Print one JSON object at the end instead of streaming text."""
 
@@ -173,12 +179,39 @@ def gather_prompts(options: Options) -> list[Prompt]:
     return prompts
 
 
+def explain_layout(options: Options, drafter: Path | None) -> None:
+    """Prints the layout from the configurations alone."""
+    use_cpu_if_no_gpu()
+    from kimi_jax.config import ModelConfig
+    from kimi_jax.decoding.engine import model_for
+    from kimi_jax.drafter.config import DrafterConfig
+    from kimi_jax.drafter.dflash import DFlash
+    from kimi_jax.parallel.explain import explain
+
+    machine = options.preset()
+    model = model_for(ModelConfig.from_json(options.checkpoint), machine.layout)
+    module = DFlash(DrafterConfig.from_json(drafter), machine.layout.tp) if drafter else None
+    tables = explain(
+        machine,
+        model,
+        module,
+        dtype="float32" if options.dtype == "float32" else "bfloat16",
+        requests=max(1, len(options.prompts)),
+        context=options.explain_context,
+        rows=1 + (0 if module is None else 16 if options.budget == "auto" else options.budget),
+    )
+    Console(soft_wrap=True).print(tables)
+
+
 def main(options: Options) -> None:
     """Runs one batch."""
     status = Console(stderr=True, quiet=options.json, soft_wrap=True)
     with errors_in_one_line(Console(stderr=True)):
-        prompts = gather_prompts(options)
         drafter = options.drafter or (BUNDLED_DRAFTER if options.checkpoint == BUNDLED_CHECKPOINT else None)
+        if options.explain:
+            explain_layout(options, None if options.speculation == "none" else drafter)
+            return
+        prompts = gather_prompts(options)
         kind = options.speculation or ("none" if drafter is None else "ddtree")
         if kind != "none" and drafter is None:
             raise ValueError(

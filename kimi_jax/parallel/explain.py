@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kimi_jax.drafter.dflash import DFlash
     from kimi_jax.model.transformer import CausalLM
 
-GB = 1e9
+MB = 1e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,22 +230,22 @@ def _bytes_table(
     context: int,
 ) -> Table:
     layout = machine.layout
-    table = Table("part", "split over", "GB a device", title="bytes of a device", title_justify="left")
+    table = Table("part", "split over", "MB a device", title="bytes of a device", title_justify="left")
     held = held_weights(model, layout, dtype)
     if drafter is not None:
         held += held_weights(drafter, layout, dtype, "drafter")
     total = 0
     for entry in sorted(held, key=lambda entry: (entry.part == "drafter", -entry.device_bytes)):
-        table.add_row(entry.part, _split(entry.axes, entry.ways), f"{entry.device_bytes / GB:.4f}")
+        table.add_row(entry.part, _split(entry.axes, entry.ways), f"{entry.device_bytes / MB:,.2f}")
         total += entry.device_bytes
     caches = [("latent cache", requests * cache_bytes(model.config, dtype, context), "requests only")]
     if drafter is not None:
         caches.append(("drafter's context", requests * context_bytes(drafter, layout, dtype, context), "requests, tp"))
     for name, size, split in caches:
-        table.add_row(f"{name}, {requests} × {context:,} tokens", split, f"{size / GB:.4f}")
+        table.add_row(f"{name}, {requests} × {context:,} tokens", split, f"{size / MB:,.2f}")
         total += size
     table.add_section()
-    table.add_row("all of these", "", f"{total / GB:.4f}", style="bold")
+    table.add_row("all of these", "", f"{total / MB:,.2f}", style="bold")
     return table
 
 

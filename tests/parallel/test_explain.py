@@ -160,7 +160,7 @@ def test_the_explanation_names_every_part(k26):
     ):
         assert phrase in text, text
     # 2 requests × 8192 tokens × 61 layers × 576 values × 2 bytes.
-    assert f"{2 * 8192 * 61 * 576 * 2 / 1e9:.4f}" in text
+    assert f"{2 * 8192 * 61 * 576 * 2 / 1e6:,.2f}" in text
 
 
 def test_links_of_a_machine_with_a_network(k26):
