@@ -99,7 +99,7 @@ class Report:
         table.add_column("next draft accepted", justify="right")
         rates = {n: rate for n, rate in enumerate(self.acceptance_by_position, 1)}
         for length, count in enumerate(self.histogram):
-            if length and (count or length in rates):
+            if count:
                 rate = f"{rates[length]:.0%}" if length in rates else ""
                 table.add_row(str(length), str(count), rate)
         table.caption = f"{self.nodes_per_round:.1f} tree nodes a round"

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+RANDOM = ("--checkpoint", "tests/data/tiny_random", "--drafter", "tests/data/tiny_random_drafter")
+STORY = "Tell a story about a fox named Mila, a forest and a coin."
 
 
 def decode(*arguments, stdin="", expect=0):
@@ -23,7 +25,7 @@ def decode(*arguments, stdin="", expect=0):
 
 
 def test_json_output_and_nothing_else():
-    result = decode("Hello", "Sort 3 1 2", "--max-new-tokens", "6", "--json")
+    result = decode("Hello", "Sort 3 1 2", "--max-new-tokens", "6", "--json", *RANDOM)
     output = json.loads(result.stdout)
     assert result.stderr == "", "with the plugin installed and no GPU, nothing noisy is printed"
     assert [entry["prompt"] for entry in output["results"]] == ["Hello", "Sort 3 1 2"]
@@ -38,16 +40,15 @@ def test_json_output_and_nothing_else():
     assert "local" in summary["ran"]
 
 
-def test_nvl72_streams_the_same_text_and_one_line_sums_up():
-    """The README's first command, shortened; every kind of speculation and mesh gives one text."""
-    plain = decode("Hello there", "--max-new-tokens", "5", "--raw", "--speculation", "none")
-    drafted = decode("--mesh", "nvl72", "Hello there", "--max-new-tokens", "5", "--raw")
-    assert drafted.stdout == plain.stdout
-    assert plain.stdout.strip()
+def test_the_readmes_command_tells_a_story_on_72_devices_and_plain_decoding_the_same():
+    drafted = decode("--mesh", "nvl72", STORY)
+    assert drafted.stdout.startswith("Once there was a fox named Mila. Mila lived near a forest.")
     lines = drafted.stderr.splitlines()
-    assert "nvl72" in lines[0]
-    assert "72 CPU devices" in lines[0]
-    assert any("5 tokens in" in line for line in lines)
+    assert lines[0] == "nvl72: dp 1 × ep 9 × tp 8, simulated on 72 CPU devices"
+    assert "32 tokens in 4 rounds of 8.00 tokens" in lines[1]
+    plain = decode(STORY, "--speculation", "none")
+    assert plain.stdout == drafted.stdout
+    assert "32 tokens in 31 rounds" in plain.stderr
 
 
 def test_prompts_from_files_and_standard_input(tmp_path):
@@ -59,7 +60,7 @@ def test_prompts_from_files_and_standard_input(tmp_path):
         {"role": "user", "content": "A"},
     ]
     messages.write_text(json.dumps({"messages": chat}) + "\n")
-    options = ("--max-new-tokens", "1", "--json", "--speculation", "none")
+    options = (*RANDOM[:2], "--max-new-tokens", "1", "--json", "--speculation", "none")
     from_lines = json.loads(decode("--file", str(lines), *options).stdout)
     assert [entry["prompt"] for entry in from_lines["results"]] == ["First line", "Second line"]
     from_chat = json.loads(decode("--file", str(messages), *options).stdout)["results"][0]

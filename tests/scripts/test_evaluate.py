@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 ROOT = Path(__file__).parents[2]
+CHECKPOINT = ROOT / "tests" / "data" / "tiny_random"
 
 
 def evaluate(*arguments, expect=0):
@@ -25,7 +26,7 @@ def test_logits_are_the_references(mesh, tmp_path):
     reference = load_file(ROOT / "tests" / "data" / "reference.safetensors")
     ids, output = tmp_path / "ids.json", tmp_path / "logits.npz"
     ids.write_text(json.dumps(reference["input_ids"].tolist()))
-    evaluate("logits", "--mesh", mesh, "--input-ids", ids, "--output", output)
+    evaluate("logits", "--checkpoint", CHECKPOINT, "--mesh", mesh, "--input-ids", ids, "--output", output)
     values = np.load(output)["logits"]
     assert values.dtype == np.float32
     np.testing.assert_allclose(values, reference["logits"], atol=1e-4)
@@ -37,8 +38,6 @@ def test_logits_are_the_references(mesh, tmp_path):
 )
 def test_bad_ids_are_named(content, message, tmp_path):
     (tmp_path / "ids.json").write_text(content)
-    result = evaluate(
-        "logits", "--input-ids", tmp_path / "ids.json", "--output", tmp_path / "logits.npz", expect=1
-    )
+    result = evaluate("logits", "--input-ids", tmp_path / "ids.json", "--output", tmp_path / "logits.npz", expect=1)
     assert message in result.stderr
     assert not (tmp_path / "logits.npz").exists()
