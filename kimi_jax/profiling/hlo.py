@@ -375,7 +375,9 @@ class Module:
                 whole = self.computations[computation][name].bytes
                 written = instruction.results[0].bytes if instruction.opcode == "copy-start" else instruction.bytes
                 if written >= max(smallest, share * whole):
-                    found.append(Materialised(source, instruction.name, written, part_of(instruction.op_name)))
+                    # What joins several arrays writes each of them once.
+                    size = min(written, whole)
+                    found.append(Materialised(source, instruction.name, size, part_of(instruction.op_name)))
         return found
 
     def _only_moves(self, fusion: Instruction) -> bool:
