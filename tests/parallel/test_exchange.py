@@ -247,7 +247,7 @@ def test_ragged_with_the_collective_written_out(name, monkeypatch):
             row = jnp.arange(operand.shape[0])
             target = jnp.where(row < sizes[me], places[me] + row, output.shape[0])
             output = output.at[target].set(theirs[(starts[me] + row) % operand.shape[0]], mode="drop")
-            output = jnp.where(recv_sizes[sender] == sizes[me], output, 0xFFFFFFFF)  # both sides must agree
+            output = jnp.where(recv_sizes[sender] == sizes[me], output, jnp.uint32(0xFFFFFFFF))  # both sides must agree
         return output
 
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", written_out)
@@ -276,9 +276,10 @@ def test_ragged_compiles_for_absent_gpus():
 
     mapped = jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=batch, out_specs=batch, check_vma=False))
     shapes = ((HIDDEN, jnp.float32), (TOP_K, jnp.int32), (TOP_K, jnp.float32))
-    text = mapped.lower(*(jax.ShapeDtypeStruct((2 * ROWS, size), dtype) for size, dtype in shapes)).compile().as_text()
-    assert len(re.findall(r" ragged-all-to-all(?:-start)?\(", text)) == 2
-    assert len(re.findall(r" all-to-all(?:-start)?\(", text)) == 1
+    lowered = mapped.lower(*(jax.ShapeDtypeStruct((2 * ROWS, size), dtype) for size, dtype in shapes))
+    assert len(re.findall(r"stablehlo\.all_to_all", lowered.as_text())) == 1
+    # XLA adds small ones of its own for the offsets; the rows travel in these two.
+    assert len(re.findall(r" ragged-all-to-all(?:-start)?\(", lowered.compile().as_text())) == 2
 
 
 def test_buffers_hold_the_expected_load():
@@ -298,11 +299,12 @@ def test_buffers_hold_the_expected_load():
 
 def test_auto_takes_buffers_where_they_halve_what_travels():
     assert chosen(1, 8, 432, 6, 72) == "allgather"
-    assert chosen(34, 8, 432, 6, 72) == "alltoall"
-    assert chosen(34, 8, 384, 192, 2) == "allgather"
+    assert chosen(34, 8, 432, 6, 72) == "allgather"
+    assert chosen(136, 8, 432, 6, 72) == "alltoall"
+    assert chosen(136, 8, 384, 192, 2) == "allgather"
     assert chosen(4096, 8, 384, 384, 1) == "allgather"
     machine = LAYOUTS["hgx-ib-16 wide ep"]
-    slots, num_slots = routing("random", machine.layout, machine.layout.ep * 24, num_experts=64)
+    slots, num_slots = routing("random", machine.layout, machine.layout.ep * 64, num_experts=128)
     case = case_of(slots, num_slots, width=32)
-    assert chosen(24, TOP_K, num_slots, num_slots // 16, 16) == "alltoall"
+    assert chosen(64, TOP_K, num_slots, num_slots // 16, 16) == "alltoall"
     np.testing.assert_allclose(run(auto, machine, case)[0], case.expected, atol=TOLERANCE)
