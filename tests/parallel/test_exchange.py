@@ -304,7 +304,7 @@ def test_auto_takes_buffers_where_they_halve_what_travels():
     assert chosen(136, 8, 384, 192, 2) == "allgather"
     assert chosen(4096, 8, 384, 384, 1) == "allgather"
     machine = LAYOUTS["hgx-ib-16 wide ep"]
-    slots, num_slots = routing("random", machine.layout, machine.layout.ep * 64, num_experts=128)
+    slots, num_slots = routing("random", machine.layout, machine.layout.ep * 256, num_experts=128)
     case = case_of(slots, num_slots, width=32)
-    assert chosen(64, TOP_K, num_slots, num_slots // 16, 16) == "alltoall"
+    assert chosen(256, TOP_K, num_slots, num_slots // 16, 16) == "alltoall"
     np.testing.assert_allclose(run(auto, machine, case)[0], case.expected, atol=TOLERANCE)
