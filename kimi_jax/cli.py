@@ -92,6 +92,16 @@ def open_engine(options: MeshOptions, console: Console, drafter: Path | None = N
     return Opened(engine, machine, f"{devices.notice}, {name}", gpu or GPUS[machine.gpu_names[0]])
 
 
+TABLE_WIDTH = 160
+"""Columns of a table that goes to a file or a pipe, where rich would take 80."""
+
+
+def table_console() -> Console:
+    """Standard output for tables, as wide as the terminal or TABLE_WIDTH."""
+    console = Console()
+    return console if console.is_terminal else Console(width=TABLE_WIDTH)
+
+
 @contextlib.contextmanager
 def errors_in_one_line(console: Console) -> Iterator[None]:
     """Prints an expected error (a wrong file, option or device) without a traceback and exits with status 1."""
@@ -100,7 +110,7 @@ def errors_in_one_line(console: Console) -> Iterator[None]:
     except (ValueError, FileNotFoundError, RuntimeError) as error:
         if type(error).__module__.split(".")[0] in ("jax", "jaxlib"):
             raise
-        console.print(f"error: {error}", style="red", highlight=False, markup=False)
+        console.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:
         console.print("interrupted", style="red")

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kimi_jax.cli import BUNDLED_DRAFTER, MeshOptions, errors_in_one_line, open_engine
+from kimi_jax.cli import BUNDLED_DRAFTER, MeshOptions, errors_in_one_line, open_engine, table_console
 from kimi_jax.prompts import Prompt, encode, read_prompts
 
 PROMPTS = (
@@ -90,7 +90,7 @@ def speculation(options: SpeculationOptions) -> None:
                 f"{row['spread']:.0%}", f"{row['acceptance_length']:.2f}", f"{row['speed_up']:.2f}×",
                 "yes" if row["same_text"] else "NO",
             )  # fmt: skip
-        Console().print(table)
+        table_console().print(table)
 
 
 if __name__ == "__main__":

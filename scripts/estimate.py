@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from kimi_jax.cli import errors_in_one_line
+from kimi_jax.cli import errors_in_one_line, table_console
 from kimi_jax.estimator import acceptance, document, original, pictures, published, report, routing, search, step
 from kimi_jax.estimator.constants import Constants
 from kimi_jax.estimator.explain import explain
@@ -334,7 +334,7 @@ def _show(as_json: bool, data: Callable[[], Any], *renderables: Any) -> None:
     if as_json:
         print(json.dumps(data(), indent=2, ensure_ascii=False))
         return
-    console = Console()
+    console = table_console()
     for renderable in renderables:
         console.print(renderable, highlight=False)
 

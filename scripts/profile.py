@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from kimi_jax.cli import errors_in_one_line
+from kimi_jax.cli import errors_in_one_line, table_console
 from meshes.devices import use_cpu_if_no_gpu
 from meshes.presets import preset
 
@@ -101,7 +101,7 @@ def main(options: Options) -> None:
         if options.json:
             print(json.dumps(report.as_dict()))
         else:
-            Console().print(show(report))
+            table_console().print(show(report))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ def compare(options: Compare) -> None:
     from kimi_jax.profiling import diff
 
     with errors_in_one_line(Console(stderr=True)):
-        Console().print(diff.show(diff.changes(diff.load(options.before), diff.load(options.after))))
+        table_console().print(diff.show(diff.changes(diff.load(options.before), diff.load(options.after))))
 
 
 if __name__ == "__main__" and sys.argv[1:2] == ["diff"]:

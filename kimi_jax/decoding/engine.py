@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -75,7 +74,6 @@ class Engine:
     mesh: Mesh
     layout: Layout
     dtype: DTypeLike
-    load_seconds: float
     drafter: DFlash | None = None
 
     @property
@@ -155,11 +153,14 @@ class Engine:
 
     def picks(self, draft: Draft, requests: int, capacity: int) -> list[Pick]:
         """What serves the hot operations of a round."""
-        budget = MOST_NODES if draft.budget == "auto" else draft.budget
-        rows = {"none": 1, "chain": self.drafter.config.block_size if self.drafter else 1, "ddtree": budget + 1}
+        rows = 1
+        if draft.kind != "none" and self.drafter is not None:
+            longest = self.drafter.config.block_size - 1 if draft.kind == "chain" else MOST_NODES
+            rows += longest if draft.budget == "auto" else draft.budget
+            rows = min(rows, longest + 1) if draft.kind == "chain" else rows
         return picks(
             self.config, self.model.placement, self.layout, self.mesh, self.dtype,
-            requests=requests, rows=rows[draft.kind], capacity=capacity,
+            requests=requests, rows=rows, capacity=capacity,
         )  # fmt: skip
 
     def part_seconds(
@@ -218,7 +219,6 @@ def open_checkpoint(
     Raises:
       ConfigError, LayoutError, TokenizerError, CheckpointError: naming the file and field that does not fit.
     """
-    started = time.perf_counter()
     config = ModelConfig.from_json(checkpoint)
     model = model_for(config, layout)
     tokenizer = Tokenizer.from_directory(checkpoint, vocab_size=config.vocab_size)
@@ -237,5 +237,4 @@ def open_checkpoint(
             checkpoint, model, config.key_prefix, mesh, places,
             dtype=dtype, num_experts=config.n_routed_experts, slot_experts=slots, progress=progress,
         )  # fmt: skip
-    seconds = time.perf_counter() - started
-    return Engine(model, parameters, tokenizer, mesh, layout, dtype, seconds, module)
+    return Engine(model, parameters, tokenizer, mesh, layout, dtype, module)
