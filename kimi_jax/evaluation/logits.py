@@ -5,20 +5,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from kimi_jax.decoding.engine import Engine
-from kimi_jax.model.cache import Cache, commit, empty_cache
-from kimi_jax.model.transformer import causal_rows
-from kimi_jax.parallel.collectives import all_gather
-from kimi_jax.parallel.sharding import REQUESTS
-from kimi_jax.parameters import Parameters, bind, specs
-
-CHUNK = 512
+from kimi_jax.evaluation.forcing import force, logits_of
 
 
 class InputError(ValueError):
@@ -46,44 +37,10 @@ def logits(
     engine: Engine, sequences: Sequence[Sequence[int]], progress: Callable[[int, int], None] | None = None
 ) -> Float[np.ndarray, "sequences tokens vocab"]:
     """Float32 logits of every position. Sequences have equal lengths; chunks of them run one after the other."""
-    count, length = len(sequences), len(sequences[0])
-    multiple = engine.mesh.shape["dp"] * engine.mesh.shape["ep"]
-    requests = -(-count // multiple) * multiple
-    chunk = min(CHUNK, length)
-    capacity = -(-length // chunk) * chunk
-    model, config = engine.model, engine.config
-
-    def step(parameters: Parameters, cache: Cache, lengths: Array, tokens: Array, counts: Array):
-        bound = bind(model, parameters)
-        rows = causal_rows(tokens, lengths, counts)
-        output = bound.model(rows, cache)
-        full = all_gather(bound.logits(output.hidden), "tp", dimension=2)
-        return commit(cache, output.latents, lengths), lengths + counts, full
-
-    weights = specs(model, engine.rules)
-    run = jax.jit(
-        jax.shard_map(
-            step,
-            mesh=engine.mesh,
-            in_specs=(weights, REQUESTS, REQUESTS, REQUESTS, REQUESTS),
-            out_specs=REQUESTS,
-            check_vma=False,
-        ),
-        donate_argnums=(1,),
-    )
-    sharding = NamedSharding(engine.mesh, REQUESTS)
-    cache = jax.jit(lambda: empty_cache(config, requests, capacity, engine.dtype), out_shardings=sharding)()
-    lengths = jax.device_put(jnp.zeros(requests, jnp.int32), sharding)
-    padded = np.zeros((requests, capacity), np.int32)
-    padded[:count, :length] = sequences
+    length = len(sequences[0])
     parts = []
-    for first in range(0, length, chunk):
-        counts = np.where(np.arange(requests) < count, min(chunk, length - first), 0).astype(np.int32)
-        tokens = jax.device_put(padded[:, first : first + chunk], sharding)
-        with jax.default_matmul_precision("highest"):
-            counts = jax.device_put(counts, sharding)
-            cache, lengths, part = run(engine.parameters["target"], cache, lengths, tokens, counts)
-        parts.append(np.asarray(part)[:count, : min(chunk, length - first)])
+    for chunk in force(engine, logits_of, sequences):
+        parts.append(chunk.values[:, : chunk.counts[0]])
         if progress:
-            progress(min(first + chunk, length), length)
+            progress(chunk.first + chunk.counts[0], length)
     return np.concatenate(parts, axis=1)

@@ -1,0 +1,207 @@
+"""Teacher forcing: given ids run through the model in chunks behind a cache, by one compiled step for each shape."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from kimi_jax.decoding.engine import Engine
+from kimi_jax.decoding.sampling import Sampling, next_tokens
+from kimi_jax.model.cache import Cache, commit, empty_cache
+from kimi_jax.model.transformer import CausalLM, Output, causal_rows
+from kimi_jax.parallel.collectives import all_gather, all_reduce, axis_index
+from kimi_jax.parallel.sharding import REQUESTS
+from kimi_jax.parameters import Parameters, bind, specs
+
+CHUNK = 512
+"""Rows that a step runs for each request."""
+SMALLEST_LENGTH = 16
+BATCH_AXES = ("dp", "ep")
+
+Read = Callable[[CausalLM, Output, Int[Array, "requests rows"]], PyTree]
+"""What is kept of a step: model, its output and each row's target to arrays [requests, rows, …]; see `logits_of`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """What one step left of every sequence of a batch."""
+
+    first: int
+    """Position of its first row."""
+    counts: list[int]
+    """Real rows of each sequence."""
+    values: PyTree
+    """NumPy arrays [sequences, rows, …]; rows behind a sequence's count are arbitrary."""
+
+
+def force(
+    engine: Engine,
+    read: Read,
+    inputs: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]] | None = None,
+    *,
+    requests: int = 1,
+    length: int = 1,
+    chunk: int = CHUNK,
+    tap_layers: tuple[int, ...] = (),
+) -> Iterator[Chunk]:
+    """Runs one batch of sequences of any lengths, chunk by chunk.
+
+    Calls that agree in `read` and in the shapes share a compiled step: give the same `requests` and `length` for every
+    batch of a text. Lengths are rounded up to a power of two up to `chunk` and to a multiple of it beyond.
+
+    Args:
+      engine: the checkpoint on its mesh.
+      read: chooses what is kept.
+      inputs: ids of each sequence.
+      targets: for each sequence an id for each of its rows, if `read` needs them.
+      requests, length: least batch and length to compile for; both are raised to what the inputs need.
+      chunk: rows a step runs for each request.
+      tap_layers: layers whose residual stream `read` finds in `Output.taps`.
+
+    Raises:
+      ValueError: an empty sequence, an id outside the vocabulary, or more tokens than the model has positions.
+    """
+    positions, vocab_size = engine.config.max_position_embeddings, engine.config.vocab_size
+    for index, ids in enumerate(inputs):
+        if not 1 <= len(ids) <= positions:
+            raise ValueError(f"sequence {index} has {len(ids)} tokens; the model takes 1 to {positions}")
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            raise ValueError(f"sequence {index} has an id outside 0..{vocab_size - 1}")
+    lengths = [len(ids) for ids in inputs]
+    longest = max(length, *lengths, SMALLEST_LENGTH)
+    chunk = min(chunk, 1 << (longest - 1).bit_length())
+    capacity = -(-longest // chunk) * chunk
+    multiple = engine.mesh.shape["dp"] * engine.mesh.shape["ep"]
+    requests = -(-max(requests, len(inputs)) // multiple) * multiple
+
+    def padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
+        result = np.zeros((requests, capacity), np.int32)
+        for row, ids in enumerate(rows):
+            result[row, : len(ids)] = ids
+        return result
+
+    sharding = NamedSharding(engine.mesh, REQUESTS)
+    tokens, wanted = padded(inputs), padded(targets or [])
+    step = _step(engine.model, engine.mesh, tuple(engine.rules.items()), read, tap_layers)
+    make_cache = functools.partial(empty_cache, engine.config, requests, capacity, engine.dtype)
+    cache = jax.jit(make_cache, out_shardings=sharding)()
+    for first in range(0, max(lengths), chunk):
+        counts = np.zeros(requests, np.int32)
+        counts[: len(inputs)] = np.clip(np.asarray(lengths) - first, 0, chunk)
+        columns = slice(first, first + chunk)
+        placed = jax.device_put(
+            (np.minimum(first, np.append(lengths, [0] * (requests - len(lengths)))).astype(np.int32), counts,
+             tokens[:, columns], wanted[:, columns]),
+            sharding,
+        )  # fmt: skip
+        with jax.default_matmul_precision("highest"):
+            cache, values = step(engine.parameters["target"], cache, *placed)
+        kept = jax.tree.map(lambda x: np.asarray(x)[: len(inputs)], values)
+        yield Chunk(first, counts[: len(inputs)].tolist(), kept)
+
+
+@functools.cache
+def _step(model: CausalLM, mesh: Mesh, rules: tuple, read: Read, tap_layers: tuple[int, ...]) -> Callable:
+    """`step(parameters, cache, lengths, counts, tokens, targets)`: the cache with the rows, and what `read` keeps."""
+
+    def step(
+        parameters: Parameters, cache: Cache, lengths: Array, counts: Array, tokens: Array, targets: Array
+    ) -> tuple[Cache, PyTree]:
+        bound = bind(model, parameters)
+        output = bound.model(causal_rows(tokens, lengths, counts), cache, tap_layers)
+        kept = jax.tree.map(lambda x: all_gather(x, BATCH_AXES), read(bound, output, targets))
+        return commit(cache, output.latents, lengths), kept
+
+    in_specs = (specs(model, dict(rules)), *[REQUESTS] * 5)
+    out_specs = (REQUESTS, PartitionSpec())  # every process reads all that is kept
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.jit(mapped, donate_argnums=(1,))
+
+
+def logits_of(model: CausalLM, output: Output, targets: Array) -> Float[Array, "requests rows vocab"]:
+    """Keeps the float32 logits of every row."""
+    return all_gather(model.logits(output.hidden), "tp", dimension=2)
+
+
+def scores_of(
+    model: CausalLM, output: Output, targets: Int[Array, "requests rows"]
+) -> tuple[Float[Array, "requests rows"], Bool[Array, "requests rows"]]:
+    """Keeps each target's natural log-probability and whether it is the most likely token.
+
+    The vocabulary stays where it lies: three numbers a row and tp rank travel, never its logits.
+    """
+    logits = model.logits(output.hidden)
+    size = logits.shape[-1]
+    greedy, _ = next_tokens(logits, targets, jnp.zeros((targets.shape[0], 2), jnp.uint32), Sampling())
+    parts = all_gather(jax.nn.logsumexp(logits, axis=-1, keepdims=True), "tp", dimension=2)
+    local = targets - axis_index("tp") * size
+    own = (local >= 0) & (local < size)
+    chosen = jnp.take_along_axis(logits, jnp.clip(local, 0, size - 1)[..., None], axis=-1)[..., 0]
+    chosen = all_reduce(jnp.where(own, chosen, 0.0), "tp")
+    return chosen - jax.nn.logsumexp(parts, axis=-1), greedy == targets
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Ids to run, and the ids that their last rows are to predict."""
+
+    inputs: list[int]
+    targets: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """What the model says of a window's targets."""
+
+    logprobs: Float[np.ndarray, " targets"]
+    """Natural logarithms, float32."""
+    greedy: Bool[np.ndarray, " targets"]
+    """Whether the target is the most likely token."""
+
+
+def score(engine: Engine, windows: Sequence[Window], *, requests: int = 1, length: int = 1) -> list[Scores]:
+    """Scores of one batch of windows; see `force` for shapes and errors.
+
+    Raises:
+      ValueError: besides `force`'s, a window with more targets than inputs, or log-probabilities that are not finite.
+    """
+    targets = []
+    for index, window in enumerate(windows):
+        unscored = len(window.inputs) - len(window.targets)
+        if unscored < 0:
+            raise ValueError(f"window {index} has {len(window.targets)} targets for {len(window.inputs)} rows")
+        targets.append([0] * unscored + window.targets)
+    parts: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in windows]
+    inputs = [window.inputs for window in windows]
+    for chunk in force(engine, scores_of, inputs, targets, requests=requests, length=length):
+        logprobs, greedy = chunk.values
+        for row, count in enumerate(chunk.counts):
+            parts[row].append((logprobs[row, :count], greedy[row, :count]))
+    scores = []
+    for index, (window, rows) in enumerate(zip(windows, parts, strict=True)):
+        first = len(window.inputs) - len(window.targets)
+        logprobs, greedy = (np.concatenate(columns)[first:] for columns in zip(*rows, strict=True))
+        if not np.isfinite(logprobs).all():
+            raise ValueError(f"window {index}: log-probabilities are not finite; check the checkpoint and the kernels")
+        scores.append(Scores(logprobs, greedy))
+    return scores
+
+
+def strided(ids: Sequence[int], length: int, stride: int) -> Iterator[Window]:
+    """Windows of up to `length` rows that predict every id but the first exactly once.
+
+    The first predicts up to `length` ids; each later one up to `stride` more, behind as much context as fits. With
+    `stride == length` windows do not overlap; a smaller stride gives each id more context and takes more windows.
+    """
+    if not 1 <= stride <= length:
+        raise ValueError(f"stride is {stride}; it must lie in 1..{length}, the window's length")
+    end = 1
+    while end < len(ids):
+        first, end = end, min(end + (length if end == 1 else stride), len(ids))
+        yield Window(list(ids[max(0, end - 1 - length) : end - 1]), list(ids[first:end]))

@@ -1,0 +1,182 @@
+"""Perplexity of texts: every token predicted once from a strided window, weighted equally, resumable."""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kimi_jax.decoding.engine import Engine
+from kimi_jax.evaluation.forcing import score, strided
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """One text and its ids; the first id is context and is not predicted."""
+
+    name: str
+    ids: list[int]
+    utf8_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Likelihood:
+    """How likely a text is."""
+
+    name: str
+    tokens: int
+    """Predicted tokens."""
+    nats: float
+    """Their negative log-likelihood, summed."""
+    utf8_bytes: int
+    """Of the whole text."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean over tokens; infinity where that overflows."""
+        mean = self.nats / self.tokens
+        return math.exp(mean) if mean < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Does not depend on the tokenizer."""
+        return self.nats / math.log(2) / self.utf8_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            **dataclasses.asdict(self),
+            "perplexity": self.perplexity,
+            "nats_per_token": self.nats / self.tokens,
+            "bits_per_byte": self.bits_per_byte,
+        }
+
+
+def read_documents(engine: Engine, files: Sequence[Path], *, bos: bool) -> list[Document]:
+    """The ids of UTF-8 text files, with `bos` behind [BOS], so that the first token is predicted too.
+
+    Raises:
+      ValueError: a file that is not UTF-8, or too short to predict anything, by name.
+    """
+    documents = []
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file}: not UTF-8 text ({error})") from None
+        ids = engine.tokenizer.encode(text)
+        ids = [engine.tokenizer.special_id("[BOS]"), *ids] if bos else ids
+        if len(ids) < 2:
+            raise ValueError(f"{file}: {len(ids)} tokens; there is nothing to predict")
+        documents.append(Document(str(file), ids, len(text.encode())))
+    return documents
+
+
+class Journal:
+    """Windows already scored, a line each behind a line that says of what; a run that was stopped goes on from it."""
+
+    def __init__(self, path: Path | None, run: dict[str, Any]):
+        """Opens or begins the file. Raises ValueError where it belongs to another run, naming what differs."""
+        self.nats: dict[int, float] = {}
+        self._path = path
+        if path is None:
+            return
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        if lines and not lines[-1].endswith("\n"):  # being written when the run was stopped
+            lines.pop()
+            path.write_text("".join(lines))
+        if not lines:
+            self._append(run)
+            return
+        try:
+            first, *rest = map(json.loads, lines)
+            differ = [name for name in run if first[name] != run[name]]
+            self.nats = {entry["window"]: entry["nats"] for entry in rest}
+        except (json.JSONDecodeError, KeyError, TypeError):
+            raise ValueError(f"{path}: not the journal of a perplexity run; give another name") from None
+        if differ:
+            raise ValueError(f"{path}: belongs to another run (different {', '.join(differ)}); give another name")
+
+    def add(self, window: int, nats: float) -> None:
+        """Keeps one window's result."""
+        self.nats[window] = nats
+        if self._path is not None:
+            self._append({"window": window, "nats": nats})
+
+    def _append(self, line: dict[str, Any]) -> None:
+        assert self._path is not None
+        with self._path.open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+
+
+def fingerprint(folder: Path) -> str:
+    """Of a checkpoint's files by names, sizes and times; their bytes would take too long to read."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    listed = [(str(p.relative_to(folder)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
+
+
+def perplexity(
+    engine: Engine,
+    documents: Sequence[Document],
+    *,
+    window: int,
+    stride: int,
+    batch: int,
+    journal: Path | None = None,
+    checkpoint: str = "",
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Likelihood]:
+    """Likelihood of each document.
+
+    Args:
+      engine: the checkpoint on its mesh.
+      documents: from `read_documents`.
+      window, stride: see `forcing.strided`.
+      batch: windows run together, spread over dp and ep.
+      journal: file that keeps finished windows; the same call goes on where it was stopped.
+      checkpoint: what the journal remembers the checkpoint by (`fingerprint`).
+      progress: told of windows done and windows in all.
+
+    Raises:
+      ValueError: as `score` and `Journal`; a window that exceeds the model's positions.
+    """
+    positions = engine.config.max_position_embeddings
+    if window > positions:
+        raise ValueError(f"window is {window}; the model has {positions} positions")
+    cut = [
+        (number, part) for number, document in enumerate(documents) for part in strided(document.ids, window, stride)
+    ]
+    texts = hashlib.sha256(json.dumps([document.ids for document in documents]).encode()).hexdigest()
+    run = {"checkpoint": checkpoint, "texts": texts, "window": window, "stride": stride, "dtype": str(engine.dtype)}
+    done = Journal(journal, run)
+    left = [index for index in range(len(cut)) if index not in done.nats]
+    longest = max(len(part.inputs) for _, part in cut)
+    for first in range(0, len(left), batch):
+        if progress:
+            progress(len(done.nats), len(cut))
+        indices = left[first : first + batch]
+        results = score(engine, [cut[index][1] for index in indices], requests=batch, length=longest)
+        for index, result in zip(indices, results, strict=True):
+            done.add(index, -float(result.logprobs.sum(dtype="float64")))
+    if progress:
+        progress(len(cut), len(cut))
+    totals = [0.0] * len(documents)
+    for index, (number, _) in enumerate(cut):
+        totals[number] += done.nats[index]
+    return [
+        Likelihood(document.name, len(document.ids) - 1, nats, document.utf8_bytes)
+        for document, nats in zip(documents, totals, strict=True)
+    ]
+
+
+def together(likelihoods: Sequence[Likelihood]) -> Likelihood:
+    """All documents as one, every token counting the same."""
+    return Likelihood(
+        "all",
+        sum(likelihood.tokens for likelihood in likelihoods),
+        math.fsum(likelihood.nats for likelihood in likelihoods),
+        sum(likelihood.utf8_bytes for likelihood in likelihoods),
+    )
