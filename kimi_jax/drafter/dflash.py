@@ -54,11 +54,13 @@ class Attention(nnx.Module):
         self, x: Float[Array, "requests rows hidden"], turn: Rotation
     ) -> tuple[Float[Array, "requests rows kv_heads head_dim"], Float[Array, "requests rows kv_heads head_dim"]]:
         """Of context or block rows: the same projections, for this device's heads."""
-        keys, values = (
-            jnp.einsum("...i,oi->...o", x, self._own(projection.weight[...])).reshape(*x.shape[:-1], -1, self.head_dim)
-            for projection in (self.k_proj, self.v_proj)
-        )
-        return _rotate(self.k_norm(keys), turn), values
+
+        def project(projection: Linear) -> Array:
+            # All layers project the same context: without the barrier XLA joins their weights anew for one product.
+            rows, w = lax.optimization_barrier((x, self._own(projection.weight[...])))
+            return jnp.einsum("...i,oi->...o", rows, w).reshape(*x.shape[:-1], -1, self.head_dim)
+
+        return _rotate(self.k_norm(project(self.k_proj)), turn), project(self.v_proj)
 
     def _own(self, w: Float[Array, "out hidden"]) -> Float[Array, "own hidden"]:
         """Rows of the key-value heads that this device's queries read: all of them unless they are replicated."""

@@ -1,5 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) over a cached prefix and a tree of rows."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,6 +11,8 @@ from kimi_jax.config import ModelConfig
 from kimi_jax.model.cache import Latents
 from kimi_jax.model.layers import Linear, RMSNorm
 from kimi_jax.model.rope import inverse_frequencies, rotate_interleaved, rotation
+from kimi_jax.parallel.collectives import all_gather
+from kimi_jax.parallel.context import attend_in_parts
 from pallas_kernels.tree_attention import prefill_attention, tree_attention
 
 
@@ -23,7 +27,10 @@ def expanded_is_cheaper(config: ModelConfig, rows: int) -> bool:
 
 
 class LatentAttention(nnx.Module):
-    """MLA with heads sharded on tp; the latent is computed and cached whole on every tp rank."""
+    """MLA with heads sharded on tp.
+
+    The latent is computed whole on every tp rank, and cached so, or in parts by position (`Latents.axis`).
+    """
 
     def __init__(self, config: ModelConfig):
         heads, hidden = config.num_attention_heads, config.hidden_size
@@ -62,13 +69,27 @@ class LatentAttention(nnx.Module):
         compressed = self.kv_a_proj_with_mqa(x)
         own = Latents(self.kv_a_layernorm(compressed[..., :rank]), rotate_interleaved(compressed[..., rank:], cos, sin))
         w = self.kv_b_proj.weight[...].reshape(-1, nope + config.v_head_dim, rank)
-        w_uk, w_uv = w[:, :nope], w[:, nope:]
-        keys = (cached.latent, cached.rope, lengths, own.latent, own.rope, ancestors)
-        if expanded_is_cheaper(config, x.shape[1]) if expanded is None else expanded:
-            out, _ = prefill_attention(q_nope, q_rope, *keys, w_uk, w_uv, scale=config.attention_scale)
+        expand = expanded_is_cheaper(config, x.shape[1]) if expanded is None else expanded
+
+        def attend(queries: Sequence[Array], lengths: Array, ancestors: Array, valid: Array | None = None):
+            keys = (cached.latent, cached.rope, lengths, own.latent, own.rope, ancestors)
+            options = {"scale": config.attention_scale, "valid": valid}
+            if not expand:
+                return tree_attention(*queries, *keys, **options)
+            every_head = w if cached.axis is None else all_gather(w, cached.axis)
+            return prefill_attention(*queries, *keys, every_head[:, :nope], every_head[:, nope:], **options)
+
+        if expand:
+            queries = (q_nope, q_rope)
         else:
-            q_latent = jnp.einsum("brhn,hnc->brhc", q_nope, w_uk)
-            latent, _ = tree_attention(q_latent, q_rope, *keys, scale=config.attention_scale)
-            out = jnp.einsum("brhc,hvc->brhv", latent, w_uv)
+            # Both products take all of kv_b_proj: XLA would write its key and value halves anew to multiply by them.
+            padded = jnp.pad(q_nope, [(0, 0)] * 3 + [(0, config.v_head_dim)])
+            queries = (jnp.einsum("brhp,hpc->brhc", padded, w), q_rope)
+        if cached.axis is None:
+            out, _ = attend(queries, lengths, ancestors)
+        else:
+            out = attend_in_parts(attend, queries, lengths, ancestors, cached.axis)
+        if not expand:
+            out = jnp.einsum("brhc,hpc->brhp", out, w)[..., nope:]
         with jax.named_scope("output"):
             return self.o_proj(out.reshape(*out.shape[:-2], -1)), own
