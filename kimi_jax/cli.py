@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,6 +10,8 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from kimi_jax.parallel import processes
+from kimi_jax.parallel.processes import ProcessOptions
 from meshes.devices import build_mesh, select_devices, use_cpu_if_no_gpu
 from meshes.hardware import GPU, GPUS
 from meshes.presets import Preset, preset
@@ -49,6 +50,13 @@ class MeshOptions:
 
 
 @dataclasses.dataclass(frozen=True)
+class EngineOptions(MeshOptions):
+    """Where a checkpoint runs, and by which processes."""
+
+    processes: ProcessOptions = dataclasses.field(default_factory=ProcessOptions)
+
+
+@dataclasses.dataclass(frozen=True)
 class Opened:
     """A checkpoint on its mesh, and what a report says of both."""
 
@@ -60,36 +68,53 @@ class Opened:
     """The GPU in use, or the one a simulated machine would have."""
 
 
-def open_engine(options: MeshOptions, console: Console, drafter: Path | None = None) -> Opened:
-    """Selects devices and loads the checkpoint, and a drafter if given, with a progress bar."""
-    use_cpu_if_no_gpu()
+def open_engine(options: EngineOptions, console: Console, drafter: Path | None = None) -> Opened:
+    """Joins the processes, selects devices and loads the checkpoint, and a drafter if given, with a progress bar.
+
+    Where there are several processes, the first prints, here and afterwards.
+    """
+    machine = options.preset()
+    process = processes.join(options.processes, machine, simulated=not use_cpu_if_no_gpu())
+    console.quiet |= not process.prints
     import jax.numpy as jnp  # after the platform is known, or the CUDA plugin would log its search for a driver
 
     from kimi_jax.decoding.engine import open_checkpoint
     from kimi_jax.decoding.kernels import check
+    from kimi_jax.parallel.host_arrays import require_devices
 
-    machine = options.preset()
-    devices = select_devices(machine)
-    console.print(devices.notice, style="dim", highlight=False)
+    devices = select_devices(machine, num_processes=process.count)
+    where = devices.notice + (f" of {process.count} processes" if process.count > 1 else "")
+    console.print(where, style="dim", highlight=False)
     mesh = build_mesh(machine, devices.devices)
+    require_devices(mesh)
     if not devices.simulated:
         with console.status("checking kernels against their references"):
             check(mesh.local_mesh.devices.flat[0])
     name = options.dtype if options.dtype != "auto" else "float32" if devices.simulated else "bfloat16"
     columns = (TextColumn("loading {task.fields[name]}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    seconds = options.processes.watchdog
+    stuck = f"{process}: nothing was loaded or decoded for {seconds} s; --watchdog allows more"
+    watchdog = None if seconds is None else processes.Watchdog(seconds, stuck).start()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("load", total=None, name=options.checkpoint.name)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+            if watchdog is not None:
+                watchdog.beat()
+
         engine = open_checkpoint(
             options.checkpoint,
             mesh,
             machine.layout,
             jnp.dtype(name),
             drafter,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=progress,
         )
     kind = devices.devices[0].device_kind
     gpu = next((GPUS[name] for name in machine.gpu_names if kind.startswith(GPUS[name].device_kind)), None)
-    return Opened(engine, machine, f"{devices.notice}, {name}", gpu or GPUS[machine.gpu_names[0]])
+    engine = dataclasses.replace(engine, watchdog=watchdog)
+    return Opened(engine, machine, f"{where}, {name}", gpu or GPUS[machine.gpu_names[0]])
 
 
 TABLE_WIDTH = 160
@@ -104,14 +129,24 @@ def table_console() -> Console:
 
 @contextlib.contextmanager
 def errors_in_one_line(console: Console) -> Iterator[None]:
-    """Prints an expected error (a wrong file, option or device) without a traceback and exits with status 1."""
+    """Prints an expected error (a wrong file, option or device) without a traceback and exits with status 1.
+
+    One of several processes exits at once after any error, and the others follow.
+    """
     try:
         yield
-    except (ValueError, FileNotFoundError, RuntimeError) as error:
-        if type(error).__module__.split(".")[0] in ("jax", "jaxlib"):
+    except (Exception, KeyboardInterrupt) as error:
+        process, of_jax = processes.this(), type(error).__module__.split(".")[0] in ("jax", "jaxlib")
+        expected = isinstance(error, ValueError | FileNotFoundError | RuntimeError) and not of_jax
+        if not expected and not isinstance(error, KeyboardInterrupt) and process.count == 1:
             raise
-        console.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        console.print("interrupted", style="red")
-        sys.exit(130)
+        console.quiet = False
+        text = "interrupted" if isinstance(error, KeyboardInterrupt) else f"error: {error}"
+        if process.count > 1:
+            text = f"{process}: {text}"
+            if of_jax:
+                text += "\nIf this is a failed collective, another process has ended: see its messages first"
+            elif not expected:
+                console.print_exception()
+        console.print(text, style="red", highlight=False, markup=False, soft_wrap=True)
+        processes.end(130 if isinstance(error, KeyboardInterrupt) else 1)

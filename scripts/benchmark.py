@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kimi_jax.cli import BUNDLED_DRAFTER, MeshOptions, errors_in_one_line, open_engine, table_console
+from kimi_jax.cli import BUNDLED_DRAFTER, EngineOptions, errors_in_one_line, open_engine, table_console
 from kimi_jax.prompts import Prompt, encode, read_prompts
 
 PROMPTS = (
@@ -28,7 +28,7 @@ PROMPTS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class SpeculationOptions(MeshOptions):
+class SpeculationOptions(EngineOptions):
     """Options of `speculation`."""
 
     drafter: Path = BUNDLED_DRAFTER

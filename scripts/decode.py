@@ -20,7 +20,7 @@ from kimi_jax.chat import Piece, Response, ResponseStream
 from kimi_jax.cli import (
     BUNDLED_CHECKPOINT,
     BUNDLED_DRAFTER,
-    MeshOptions,
+    EngineOptions,
     Opened,
     errors_in_one_line,
     open_engine,
@@ -37,7 +37,7 @@ MODE = tyro.conf.create_mutex_group(required=False, title="thinking")
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(MeshOptions):
+class Options(EngineOptions):
     """Options of decode.py."""
 
     prompts: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT ...")] = ()

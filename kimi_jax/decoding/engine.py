@@ -8,6 +8,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -24,7 +25,9 @@ from kimi_jax.drafter.dflash import DFlash
 from kimi_jax.drafter.loader import load_drafter
 from kimi_jax.model.transformer import CausalLM
 from kimi_jax.parallel.exchange import BACKENDS
+from kimi_jax.parallel.host_arrays import require_agreement
 from kimi_jax.parallel.placement import even_placement
+from kimi_jax.parallel.processes import Watchdog
 from kimi_jax.parallel.sharding import rules
 from kimi_jax.parameters import Parameters, Rules
 from kimi_jax.tokenizer import Tokenizer
@@ -75,6 +78,8 @@ class Engine:
     layout: Layout
     dtype: DTypeLike
     drafter: DFlash | None = None
+    watchdog: Watchdog | None = None
+    """Told of every dispatch that has ended."""
 
     @property
     def rules(self) -> Rules:
@@ -145,11 +150,19 @@ class Engine:
         draft: Draft = PLAIN,
         costs: Costs | None = None,
     ) -> Iterator[Progress]:
-        """Decodes a batch of prompts given as ids; see `decoding.generate`."""
+        """Decodes a batch of prompts given as ids; see `decoding.generate`.
+
+        All processes call it alike. Raises ValueError naming those with other arguments than process 0.
+        """
+        ways = (self.layout, np.dtype(self.dtype).name, limits, sampling, seed, draft)
+        require_agreement("prompts or options", ([list(prompt) for prompt in prompts], *ways))
         programs = self.programs(sampling, draft, len(prompts), costs)
         # On GPUs float32 matrix products would be rounded to TF32 otherwise; bfloat16 ones do not change.
         with jax.default_matmul_precision("highest"):
-            yield from generate(programs, self.parameters, prompts, limits, seed)
+            for progress in generate(programs, self.parameters, prompts, limits, seed):
+                if self.watchdog is not None:
+                    self.watchdog.beat()
+                yield progress
 
     def picks(self, draft: Draft, requests: int, capacity: int) -> list[Pick]:
         """What serves the hot operations of a round."""

@@ -5,14 +5,13 @@ import time
 from collections.abc import Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from kimi_jax.decoding.programs import Programs
 from kimi_jax.decoding.sampling import request_keys
 from kimi_jax.decoding.state import FINE, DecodeState, Snapshot
+from kimi_jax.parallel import host_arrays
 from kimi_jax.parallel.sharding import REQUESTS
 from kimi_jax.parameters import Parameters
 
@@ -67,7 +66,7 @@ def generate(
     state = prefill(programs, parameters, prompts, limits, seed)
     seen, rounds, done = [0] * len(prompts), 1, False
     while not done:
-        state, snapshot = programs.decode(parameters, state, jnp.int32(rounds))
+        state, snapshot = programs.decode(parameters, state, np.int32(rounds))
         snapshot = jax.tree.map(lambda x: np.asarray(x)[: len(prompts)], snapshot)
         _raise_if_failed(snapshot)
         ends = snapshot.counts.tolist()
@@ -95,7 +94,7 @@ def prefill(
     padded = [*prompts, *[[] for _ in range(requests - len(prompts))]]
 
     def place(values: np.ndarray) -> Array:
-        return jax.device_put(values, NamedSharding(programs.mesh, REQUESTS))
+        return host_arrays.place(values, programs.mesh, REQUESTS)
 
     budgets = np.asarray([limits.max_new_tokens if prompt else 0 for prompt in padded], np.int32)
     state = programs.start(

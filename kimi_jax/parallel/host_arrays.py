@@ -1,0 +1,40 @@
+"""From host memory to arrays over all processes' devices. It all happens between dispatches, never in a round."""
+
+import zlib
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Shaped
+
+
+def place(values: Shaped[np.ndarray, "*shape"], mesh: Mesh, spec: PartitionSpec) -> Shaped[Array, "*shape"]:
+    """A global array of values that every process has: each takes its devices' parts, nothing is sent."""
+    return jax.make_array_from_callback(values.shape, NamedSharding(mesh, spec), lambda index: values[index])
+
+
+def require_agreement(what: str, value: object) -> None:
+    """Compares a value's `repr` over all processes, which call this together: one that differs would end in a hang.
+
+    Raises:
+      ValueError: naming the processes that differ from process 0.
+    """
+    if jax.process_count() == 1:
+        return
+    checksums = multihost_utils.process_allgather(np.uint32(zlib.crc32(repr(value).encode())))
+    if different := np.flatnonzero(checksums != checksums[0]).tolist():
+        raise ValueError(
+            f"process {', '.join(map(str, different))} has other {what} than process 0: give all the same command, and "
+            "prompts as arguments or files (standard input often reaches process 0 only)"
+        )
+
+
+def require_devices(mesh: Mesh) -> None:
+    """Raises ValueError where this process has no device in the mesh: it could not take part in a step."""
+    if not any(device.process_index == jax.process_index() for device in mesh.devices.flat):
+        used = len({device.process_index for device in mesh.devices.flat})
+        raise ValueError(
+            f"the layout uses {mesh.size} of {jax.device_count()} devices and none of this process's: start only "
+            f"{used} processes, or take a layout that uses the whole machine"
+        )
