@@ -26,6 +26,7 @@ class Layout:
 
     experts: `slots` puts whole experts on ("ep", "tp"); `width` puts them on "ep" and splits each one's width on "tp".
     exchange: the name of the backend that carries rows to experts and back.
+    cache: `copied` puts a request's latent cache on all its tp ranks, `split` gives each of them a part of the positions.
     """
 
     dp: int = 1
@@ -33,6 +34,7 @@ class Layout:
     tp: int = 1
     experts: Literal["slots", "width"] = "slots"
     exchange: str = "allgather"
+    cache: Literal["copied", "split"] = "copied"
 
     def __post_init__(self):
         for axis, size in self.axis_sizes.items():
@@ -40,6 +42,8 @@ class Layout:
                 raise LayoutError(f"{axis} is {size}: a mesh axis has at least one device")
         if self.experts not in ("slots", "width"):
             raise LayoutError(f"experts is {self.experts!r}: choose 'slots' or 'width'")
+        if self.cache not in ("copied", "split"):
+            raise LayoutError(f"cache is {self.cache!r}: choose 'copied' or 'split'")
 
     @property
     def axis_sizes(self) -> dict[str, int]:

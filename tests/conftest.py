@@ -41,7 +41,10 @@ MESHES = {
     "nvl36": preset("nvl36"),
     "nvl72": preset("nvl72"),
     "nvl72 ep 72": preset("nvl72").with_axes(dp=1, ep=72, tp=1),
+    "nvl72 dp 9": preset("nvl72").with_axes(dp=9, ep=1, tp=8),
 }
+for name in ("hgx-ib-16", "hgx-ib-16 replicas", "nvl36", "nvl72"):
+    MESHES[f"{name} split cache"] = MESHES[name].with_layout(dataclasses.replace(MESHES[name].layout, cache="split"))
 
 
 @pytest.fixture(scope="session")

@@ -54,11 +54,12 @@ def picks(
         num_experts=config.n_routed_experts,
     )
     experts = int4_moe.plan(shape, jnp.dtype(dtype), target)
+    parts = layout.tp if layout.cache == "split" else 1
     attention = tree_attention.choose(
         requests=local_requests,
         rows=rows,
-        heads=config.num_attention_heads // layout.tp,
-        positions=capacity,
+        heads=config.num_attention_heads // layout.tp * parts,
+        positions=capacity // parts,
         kv_lora_rank=config.kv_lora_rank,
         rope=config.qk_rope_head_dim,
         dtype=dtype,

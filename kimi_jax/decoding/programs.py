@@ -26,11 +26,13 @@ from kimi_jax.decoding.state import FINE, DecodeState, Snapshot, initial_state
 from kimi_jax.model.cache import Latents, commit
 from kimi_jax.model.transformer import CausalLM, Rows, causal_rows
 from kimi_jax.parallel.collectives import all_gather, all_reduce
-from kimi_jax.parallel.sharding import REQUESTS
+from kimi_jax.parallel.sharding import REQUESTS, cache_axis, cache_spec
 from kimi_jax.parameters import Parameters, Rules, bind, specs
 
 REPLICATED = PartitionSpec()
 BATCH_AXES = ("dp", "ep")
+CACHE_MULTIPLE = 64
+"""Cached positions of a rank are a multiple of this."""
 
 
 @jax.tree_util.register_dataclass
@@ -68,6 +70,12 @@ class Programs:
         return self.mesh.shape["dp"] * self.mesh.shape["ep"]
 
     @property
+    def cache_multiple(self) -> int:
+        """Cached positions are padded to a multiple of this."""
+        axis = cache_axis(self.rules)
+        return CACHE_MULTIPLE * (1 if axis is None else self.mesh.shape[axis])
+
+    @property
     def needs(self) -> tuple[str, ...]:
         """The parts of the parameters that the programs take."""
         return ("target",) if self.speculation.drafter is None else ("target", "drafter")
@@ -86,9 +94,10 @@ class Programs:
         return weights
 
     @functools.cached_property
-    def _state(self) -> DecodeState:
-        """How a state lies on the mesh."""
+    def state_specs(self) -> DecodeState:
+        """How a state lies on the mesh, as the beginnings of its tree."""
         places: dict[str, Any] = {field.name: REQUESTS for field in dataclasses.fields(DecodeState)}
+        places["cache"] = cache_spec(self.rules)
         places["context"] = self.speculation.context_spec
         return DecodeState(**places)
 
@@ -110,9 +119,10 @@ class Programs:
                 dtype=self.dtype,
                 max_depth=self.speculation.max_depth,
                 context=self.speculation.empty_context(limits.shape[0], capacity, self.dtype),
+                cache_axis=cache_axis(self.rules),
             )
 
-        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._state)
+        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.state_specs)
         return jax.jit(start, static_argnames=("capacity", "max_new_tokens"), out_shardings=shardings)
 
     @functools.cached_property
@@ -142,8 +152,8 @@ class Programs:
             )
             return _record_failure(state, run & ~finite[:, 0])
 
-        in_specs = (self._weights, self._state, REQUESTS, REQUESTS)
-        return self._compile(prefill, in_specs, self._state, donate=(1,))
+        in_specs = (self._weights, self.state_specs, REQUESTS, REQUESTS)
+        return self._compile(prefill, in_specs, self.state_specs, donate=(1,))
 
     @functools.cached_property
     def decode(self) -> Callable[[Parameters, DecodeState, Array], tuple[DecodeState, Snapshot]]:
@@ -171,8 +181,8 @@ class Programs:
             kept = {field.name: getattr(state, field.name) for field in dataclasses.fields(Snapshot)}
             return state, Snapshot(**{name: all_gather(x, BATCH_AXES) for name, x in kept.items()})
 
-        in_specs = (self._weights, self._state, REPLICATED)
-        return self._compile(decode, in_specs, (self._state, REPLICATED), donate=(1,))
+        in_specs = (self._weights, self.state_specs, REPLICATED)
+        return self._compile(decode, in_specs, (self.state_specs, REPLICATED), donate=(1,))
 
     @functools.cached_property
     def parts(self) -> tuple[Callable[[Parameters, DecodeState], Any], ...]:
@@ -190,11 +200,11 @@ class Programs:
         def whole(parameters: Parameters, state: DecodeState) -> DecodeState:
             return self._round(*self._bind(parameters), state)
 
-        in_specs = (self._weights, self._state)
+        in_specs = (self._weights, self.state_specs)
         return (
             self._compile(draft, in_specs, REQUESTS),
             self._compile(verify, in_specs, REQUESTS),
-            self._compile(whole, in_specs, self._state),
+            self._compile(whole, in_specs, self.state_specs),
         )
 
     @functools.cached_property
@@ -204,7 +214,7 @@ class Programs:
         def round_(parameters: Parameters, state: DecodeState) -> DecodeState:
             return self._round(*self._bind(parameters), state)
 
-        return self._compile(round_, (self._weights, self._state), self._state, donate=(1,))
+        return self._compile(round_, (self._weights, self.state_specs), self.state_specs, donate=(1,))
 
     def _round(self, model: CausalLM, speculation: Speculation, state: DecodeState) -> DecodeState:
         """Draft, verify, accept, commit."""

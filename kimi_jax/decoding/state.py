@@ -66,6 +66,7 @@ def initial_state(
     dtype: DTypeLike,
     max_depth: int = 0,
     context: PyTree = None,
+    cache_axis: str | None = None,
 ) -> DecodeState:
     """Nothing run yet; a request whose limit is 0 is padding and finished from the start.
 
@@ -73,11 +74,12 @@ def initial_state(
       capacity: positions of the cache, a round's speculative rows included.
       max_depth: of the draft trees; a round gives at most one token more.
       context: the drafter's empty context.
+      cache_axis: mesh axis whose ranks share a request's cached positions.
     """
     requests = limits.shape[0]
     zeros = jnp.zeros(requests, jnp.int32)
     return DecodeState(
-        cache=empty_cache(config, requests, capacity, dtype),
+        cache=empty_cache(config, requests, capacity, dtype, cache_axis),
         lengths=zeros,
         anchors=zeros,
         emitted=jnp.zeros((requests, max_new_tokens), jnp.int32),

@@ -1,7 +1,5 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) over a cached prefix and a tree of rows."""
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -12,7 +10,7 @@ from kimi_jax.model.cache import Latents
 from kimi_jax.model.layers import Linear, RMSNorm
 from kimi_jax.model.rope import inverse_frequencies, rotate_interleaved, rotation
 from kimi_jax.parallel.collectives import all_gather
-from kimi_jax.parallel.context import attend_in_parts
+from kimi_jax.parallel.context import Queries, attend_in_parts
 from pallas_kernels.tree_attention import prefill_attention, tree_attention
 
 
@@ -71,13 +69,13 @@ class LatentAttention(nnx.Module):
         w = self.kv_b_proj.weight[...].reshape(-1, nope + config.v_head_dim, rank)
         expand = expanded_is_cheaper(config, x.shape[1]) if expanded is None else expanded
 
-        def attend(queries: Sequence[Array], lengths: Array, ancestors: Array, valid: Array | None = None):
+        def attend(queries: Queries, lengths: Array, ancestors: Array, valid: Array | None = None):
             keys = (cached.latent, cached.rope, lengths, own.latent, own.rope, ancestors)
-            options = {"scale": config.attention_scale, "valid": valid}
             if not expand:
-                return tree_attention(*queries, *keys, **options)
-            every_head = w if cached.axis is None else all_gather(w, cached.axis)
-            return prefill_attention(*queries, *keys, every_head[:, :nope], every_head[:, nope:], **options)
+                return tree_attention(*queries, *keys, scale=config.attention_scale, valid=valid)
+            heads = w if cached.axis is None else all_gather(w, cached.axis)
+            split = (heads[:, :nope], heads[:, nope:])
+            return prefill_attention(*queries, *keys, *split, scale=config.attention_scale, valid=valid)
 
         if expand:
             queries = (q_nope, q_rope)

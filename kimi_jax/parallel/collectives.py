@@ -33,6 +33,13 @@ def all_gather(x: Shaped[Array, "..."], axis: Axis, dimension: int = 0) -> Shape
     return jax.lax.all_gather(x, axis, axis=dimension, tiled=True) if axis_size(axis) > 1 else x
 
 
+def all_to_all(x: Shaped[Array, "..."], axis: Axis, split: int, join: int) -> Shaped[Array, "..."]:
+    """Part i of dimension `split` goes to rank i; what comes in is concatenated along `join` in rank order."""
+    if axis_size(axis) == 1:
+        return x
+    return jax.lax.all_to_all(x, axis, split_axis=split, concat_axis=join, tiled=True)
+
+
 def reduce_scatter(x: Shaped[Array, "..."], axis: Axis, dimension: int = 0) -> Shaped[Array, "..."]:
     """Sum over the axis, of which each member keeps its part along `dimension`."""
     if axis_size(axis) == 1:

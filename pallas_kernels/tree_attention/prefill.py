@@ -29,12 +29,14 @@ def prefill_attention(
     *,
     scale: float,
     row_counts: Int[Array, " requests"] | None = None,
+    valid: Bool[Array, "requests rows"] | None = None,
     block: int = DEFAULT_BLOCK,
 ) -> tuple[Float[Array, "requests rows heads v"], Float[Array, "requests rows heads"]]:
     """Attend from a chunk of rows to a cached prefix and to the chunk itself, with per-head keys and values.
 
     `ancestors` is the mask of `tree_attention`; None says that the chunk is causal, with `row_counts` real rows in
-    each request (all of them if None; rows past it see nothing). Returns per-head values, already through `w_uv`,
+    each request (all of them if None; rows past it see nothing). `valid` says which rows are real where the mask does
+    not, as for `tree_attention`. Returns per-head values, already through `w_uv`,
     in the queries' dtype, and the natural log-sum-exp in float32. Equal to `tree_attention` on `q_nope @ w_uk`
     followed by `w_uv`, up to rounding.
 
@@ -48,7 +50,7 @@ def prefill_attention(
         valid = jnp.arange(rows) < counts[:, None]
     elif row_counts is not None:
         raise ValueError("row_counts belongs to a causal chunk (ancestors=None); a mask already marks padding rows")
-    else:
+    elif valid is None:
         valid = ancestors.any(axis=-1)
 
     def step(carry, latent, rope, mask):
