@@ -1,23 +1,50 @@
 """Evaluate a Kimi K2.6 checkpoint.
 
 Examples:
-  uv run scripts/evaluate.py logits --input-ids ids.json --output logits.npz
-  uv run scripts/evaluate.py logits --checkpoint DIR --mesh nvl72 --input-ids ids.json --output logits.npz
+  uv run scripts/evaluate.py tasks --prompts 20
+  uv run scripts/evaluate.py perplexity --checkpoint DIR --mesh nvl72 --window 4096 --stride 2048 text.txt
+  uv run scripts/evaluate.py compare --other-mesh nvl72
+  uv run scripts/evaluate.py logits --checkpoint DIR --input-ids ids.json --output logits.npz
+lm-eval's tasks are run by `python -m kimi_jax.evaluation.lm_eval` (docs/checkpoints.md).
 """
 
 import dataclasses
+import json
+import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import tyro
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
-from kimi_jax.cli import MeshOptions, errors_in_one_line, open_engine
+from kimi_jax.cli import (
+    BUNDLED_CHECKPOINT,
+    BUNDLED_DRAFTER,
+    Dtype,
+    EngineOptions,
+    Opened,
+    errors_in_one_line,
+    open_engine,
+    table_console,
+)
+from meshes.devices import simulate, use_cpu_if_no_gpu
+
+if TYPE_CHECKING:
+    from kimi_jax.decoding.engine import Engine
+    from kimi_jax.evaluation.tasks import FamilyScore
+
+
+def bar_on(console: Console) -> Progress:
+    """A bar that counts and says how long it will take."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LogitsOptions(MeshOptions):
+class LogitsOptions(EngineOptions):
     """Options of `logits`."""
 
     input_ids: Path
@@ -37,7 +64,7 @@ def run_logits(options: LogitsOptions) -> None:
         from kimi_jax.evaluation.logits import logits, read_ids
 
         sequences = read_ids(options.input_ids, opened.engine.config.vocab_size)
-        with Progress(console=status, transient=True, disable=not status.is_terminal) as bar:
+        with bar_on(status) as bar:
             task = bar.add_task("tokens", total=len(sequences[0]))
             values = logits(opened.engine, sequences, lambda done, total: bar.update(task, completed=done))
         np.savez(options.output, logits=values)
@@ -45,7 +72,275 @@ def run_logits(options: LogitsOptions) -> None:
         status.print(f"{options.output}: logits {shape} float32 ({opened.where})", style="dim", highlight=False)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PerplexityOptions(EngineOptions):
+    """Options of `perplexity`."""
+
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE ...")]
+    """UTF-8 text files, each a text of its own."""
+    window: int = 1024
+    """Tokens that predict together: context and prediction of one run of the model."""
+    stride: int | None = None
+    """Tokens that each window after the first predicts; by default half a window, so that all but the first see half a
+    window of context or more."""
+    batch: int = 8
+    """Windows run together, spread over dp and ep."""
+    bos: bool = False
+    """Begin every text with [BOS], so that its first token is predicted too."""
+    journal: Path | None = None
+    """File that keeps finished windows; the same command goes on where it was stopped."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+
+def run_perplexity(options: PerplexityOptions) -> None:
+    """How well the checkpoint predicts texts: perplexity and bits a byte, every token weighted equally."""
+    status = Console(stderr=True, soft_wrap=True)
+    with errors_in_one_line(status):
+        opened = open_engine(options, status)
+
+        from kimi_jax.evaluation.perplexity import fingerprint, perplexity, read_documents, together
+
+        documents = read_documents(opened.engine, options.files, bos=options.bos)
+        stride = options.stride or max(1, options.window // 2)
+        with bar_on(status) as bar:
+            task = bar.add_task("windows", total=None)
+            results = perplexity(
+                opened.engine, documents, window=options.window, stride=stride, batch=options.batch,
+                journal=options.journal, checkpoint=fingerprint(options.checkpoint),
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )  # fmt: skip
+        total = together(results)
+        if options.json:
+            run = {"ran": opened.where, "window": options.window, "stride": stride}
+            print(json.dumps({**run, "texts": [result.as_dict() for result in results], "all": total.as_dict()}))
+            return
+        table = Table(title=f"windows of {options.window} tokens, stride {stride}; {opened.where}")
+        for name in ("text", "tokens", "perplexity", "nats a token", "bits a byte"):
+            table.add_column(name, justify="left" if name == "text" else "right")
+        for result in [*results, *([total] if len(results) > 1 else [])]:
+            nats = result.nats / result.tokens
+            table.add_row(
+                result.name, f"{result.tokens:,}", f"{result.perplexity:,.4g}", f"{nats:.4f}",
+                f"{result.bits_per_byte:.4f}",
+            )  # fmt: skip
+        table_console().print(table)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TasksOptions(EngineOptions):
+    """Options of `tasks`."""
+
+    drafter: Path | None = None
+    """Directory of a DFlash drafter made for the checkpoint; the bundled checkpoint has a bundled one."""
+    budgets: tuple[int, ...] = (16,)
+    """Draft tree nodes verified a round; each is one more way to decode, beside plain decoding."""
+    families: tuple[str, ...] = ()
+    """Task families; by default all ten."""
+    prompts: int = 100
+    """Held-out prompts of each family."""
+    batch: int = 8
+    """Prompts decoded together."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+
+def run_tasks(options: TasksOptions) -> None:
+    """Exact match on the bundled model's task families, greedy, with and without speculation from one run."""
+    status = Console(stderr=True, soft_wrap=True)
+    with errors_in_one_line(status):
+        drafter = options.drafter or (BUNDLED_DRAFTER if options.checkpoint == BUNDLED_CHECKPOINT else None)
+        opened = open_engine(options, status, drafter)
+
+        from kimi_jax.decoding.engine import PLAIN, Draft
+        from kimi_jax.evaluation.tasks import score
+        from kimi_jax.training.tasks import FAMILIES
+
+        families = options.families or tuple(FAMILIES)
+        trees = [Draft("ddtree", budget) for budget in options.budgets] if drafter else []
+        with bar_on(status) as bar:
+            task = bar.add_task("prompts", total=len(families) * options.prompts * (1 + len(trees)))
+            plain, *drafted = score(
+                opened.engine, options.prompts, [PLAIN, *trees], families, batch=options.batch,
+                progress=lambda count: bar.advance(task, count),
+            )  # fmt: skip
+        trees_scores = dict(zip(options.budgets, drafted, strict=False))
+        if options.json:
+            print(json.dumps({"ran": opened.where, **tasks_as_dict(plain, trees_scores)}))
+        else:
+            print_tasks(plain, trees_scores, opened, options.batch)
+
+
+def tasks_as_dict(plain: "dict[str, FamilyScore]", trees: "dict[int, dict[str, FamilyScore]]") -> dict:
+    """Scores by way of decoding and family, `all` among the families."""
+    from kimi_jax.evaluation.tasks import together
+
+    ways = {"none": plain} | {f"ddtree {budget}": scores for budget, scores in trees.items()}
+    return {
+        "scores": {
+            name: {family: s.as_dict() for family, s in {**scores, "all": together(scores)}.items()}
+            for name, scores in ways.items()
+        },
+        "same_answers": {f"ddtree {n}": together(s).answers == together(plain).answers for n, s in trees.items()},
+    }
+
+
+def print_tasks(
+    plain: "dict[str, FamilyScore]", trees: "dict[int, dict[str, FamilyScore]]", opened: Opened, batch: int
+) -> None:
+    """One row a family: exact match is plain decoding's, and each tree's where it differs."""
+    from kimi_jax.evaluation.tasks import together, wilson
+
+    every = {**plain, "all": together(plain)}
+    drafted = {budget: {**scores, "all": together(scores)} for budget, scores in trees.items()}
+    table = Table(title=f"greedy, batches of {batch}; {opened.where}")
+    table.add_column("family")
+    names = ["exact match", "95 % interval", "tokens/s"]
+    for budget in trees:
+        names += [f"tree {budget}: exact match", "same answers", "tokens a round", "tokens/s", "speed-up"]
+    for name in names:
+        table.add_column(name, justify="right")
+    for family, score in every.items():
+        low, high = wilson(score.exact, score.prompts)
+        cells = [f"{score.exact_match:.1%}", f"{low:.1%} to {high:.1%}", rate(score)]
+        for scores in drafted.values():
+            other = scores[family]
+            same = sum(a == b for a, b in zip(score.answers, other.answers, strict=True))
+            speeds = (score.tokens_per_second, other.tokens_per_second)
+            faster = f"{speeds[1] / speeds[0]:.2f}×" if speeds[0] and speeds[1] else ""
+            cells += [f"{other.exact_match:.1%}", f"{same}/{other.prompts}", f"{other.acceptance:.2f}", rate(other)]
+            cells.append(faster)
+        table.add_row(family, *cells, end_section=family == list(plain)[-1])
+    table_console().print(table)
+
+
+def rate(score: "FamilyScore") -> str:
+    """Tokens per second, where there were enough to time."""
+    return "" if score.tokens_per_second is None else f"{score.tokens_per_second:.1f}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompareOptions(EngineOptions):
+    """Options of `compare`. What is not said of the other is as for the first."""
+
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE ...")] = ()
+    """UTF-8 text files to run; by default one chat of each of the bundled model's task families."""
+    other_checkpoint: Path | None = None
+    """Checkpoint of the other."""
+    other_mesh: str | None = None
+    """Its machine."""
+    other_dp: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Its replicas; by default its preset's where --other-mesh is given."""
+    other_ep: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Its expert ranks."""
+    other_tp: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Its tensor ranks."""
+    other_dtype: Dtype | None = None
+    """Its type of activations and dense weights."""
+    tokens: int = 512
+    """Tokens of each text at most."""
+    batch: int = 8
+    """Texts run together, spread over dp and ep."""
+    tolerance: float = 1e-4
+    """Relative difference of a layer's output beyond which it counts as different."""
+    scratch: Path | None = None
+    """Folder for the first one's logits and layers, removed at the end; by default the system's temporary one."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+
+    def other(self) -> "CompareOptions":
+        """The options of the other."""
+        layout = {"dp": self.other_dp, "ep": self.other_ep, "tp": self.other_tp}
+        if self.other_mesh is None:
+            layout = {name: getattr(self, name) if value is None else value for name, value in layout.items()}
+        return dataclasses.replace(
+            self,
+            checkpoint=self.other_checkpoint or self.checkpoint,
+            mesh=self.other_mesh or self.mesh,
+            dtype=self.other_dtype or self.dtype,
+            **layout,
+        )
+
+
+def run_compare(options: CompareOptions) -> None:
+    """Two checkpoints, or one under two settings: KL, top-1 agreement, logits, and the first layer that differs."""
+    status = Console(stderr=True, soft_wrap=True)
+    with errors_in_one_line(status):
+        other = options.other()
+        if other == options:
+            raise ValueError("the two are the same: give another --other-checkpoint, -mesh, -dp, -ep, -tp or -dtype")
+        if not use_cpu_if_no_gpu():  # before either starts the devices
+            simulate(max(each.preset().layout.num_devices for each in (options, other)))
+        with tempfile.TemporaryDirectory(dir=options.scratch, prefix="kimi_jax_compare_") as scratch:
+            opened = open_engine(options, status)
+
+            from kimi_jax.evaluation.compare import compare, record
+
+            sequences = texts_of(options, opened.engine)
+            count = sum(map(len, sequences))
+            with bar_on(status) as bar:
+                task = bar.add_task("first", total=count)
+                recording = record(
+                    opened.engine, sequences, Path(scratch), batch=options.batch,
+                    progress=lambda done: bar.advance(task, done),
+                )  # fmt: skip
+            first_where = opened.where
+            del opened  # its weights go before the other's come
+            second = open_engine(other, status)
+            with bar_on(status) as bar:
+                task = bar.add_task("second", total=count)
+                result = compare(
+                    second.engine, recording, tolerance=options.tolerance, batch=options.batch,
+                    progress=lambda done: bar.advance(task, done),
+                )  # fmt: skip
+        if options.json:
+            print(json.dumps({"first": first_where, "second": second.where, **result.as_dict()}))
+            return
+        table = Table("", "first", "second", box=None, show_header=True, header_style="dim")
+        table.add_row("checkpoint", str(options.checkpoint), str(other.checkpoint))
+        table.add_row("ran", first_where, second.where)
+        out = table_console()
+        out.print(table)
+        figures = Table(title=f"{result.tokens} tokens of {len(sequences)} texts")
+        for name in ("KL mean", "KL largest", "same top token", "largest logit difference"):
+            figures.add_column(name, justify="right")
+        figures.add_row(
+            f"{result.kl_mean:.3g}", f"{result.kl_largest:.3g}", f"{result.top1_agreement:.2%}",
+            f"{result.largest_logit_difference:.3g}",
+        )  # fmt: skip
+        out.print(figures)
+        layers = Table(title="output of each layer: ‖second - first‖ / ‖first‖ of a token")
+        for name in ("layer", "mean", "largest", "text", "token"):
+            layers.add_column(name, justify="right")
+        for number, layer in enumerate(result.layers):
+            place = (str(layer.sequence), str(layer.position)) if layer.largest else ("", "")
+            style = "bold red" if number == result.first_layer else ""
+            layers.add_row(str(number), f"{layer.mean:.3g}", f"{layer.largest:.3g}", *place, style=style)
+        out.print(layers)
+        if result.first_layer is None:
+            out.print(f"no layer differs by more than {options.tolerance:g}")
+        else:
+            out.print(f"layer {result.first_layer} is the first that differs by more than {options.tolerance:g}")
+
+
+def texts_of(options: CompareOptions, engine: "Engine") -> list[list[int]]:
+    """Ids of the texts to run, cut to the limit."""
+    if options.files:
+        from kimi_jax.evaluation.perplexity import read_documents
+
+        ids = [document.ids for document in read_documents(engine, options.files, bos=False)]
+    else:
+        from kimi_jax.training.data import encode_chat
+        from kimi_jax.training.tasks import FAMILIES, held_out
+
+        tokenizer, examples = engine.tokenizer, [held_out(family, 1)[0] for family in FAMILIES]
+        ids = [encode_chat(tokenizer, e.prompt, tokenizer.encode(e.answer)).ids for e in examples]
+    return [text[: options.tokens] for text in ids]
+
+
 if __name__ == "__main__":
     tyro.extras.subcommand_cli_from_dict(
-        {"logits": run_logits}, description=__doc__, config=(tyro.conf.OmitArgPrefixes,)
+        {"logits": run_logits, "perplexity": run_perplexity, "tasks": run_tasks, "compare": run_compare},
+        description=__doc__,
+        config=(tyro.conf.OmitArgPrefixes,),
     )

@@ -189,29 +189,23 @@ def train(options: Target | Drafter, console: Console) -> None:
 def measure_scores(options: Scores, console: Console) -> dict[str, Any]:
     """Exact match and acceptance lengths by family."""
     from kimi_jax.decoding.engine import PLAIN, Draft
-    from kimi_jax.training.scores import mean_acceptance, score
+    from kimi_jax.evaluation.tasks import score, together
 
     engine = open_target(options.target, options.drafter)
     drafts = {"plain": PLAIN}
     if options.drafter:
         trees = {f"tree of {budget}": Draft("ddtree", budget) for budget in options.budgets}
         drafts |= {"chain": Draft("chain")} | trees
-    results = {name: score(engine, options.prompts, draft) for name, draft in drafts.items()}
+    results = dict(zip(drafts, score(engine, options.prompts, list(drafts.values())), strict=True))
     table = Table("family", "exact match", *(f"{name}: tokens a round" for name in list(drafts)[1:]))
     for family, plain in results["plain"].items():
         lengths = (f"{scores[family].acceptance:.2f}" for name, scores in results.items() if name != "plain")
         table.add_row(family, f"{plain.exact_match:.3f}", *lengths)
     mean = sum(plain.exact_match for plain in results["plain"].values()) / len(results["plain"])
-    overall = {name: mean_acceptance(scores) for name, scores in results.items()}
+    overall = {name: together(scores).acceptance for name, scores in results.items()}
     table.add_row("all", f"{mean:.3f}", *(f"{overall[name]:.2f}" for name in list(drafts)[1:]))
     console.print(table)
-    families = {
-        name: {
-            family: {"exact_match": s.exact_match, "acceptance": s.acceptance, **dataclasses.asdict(s)}
-            for family, s in scores.items()
-        }
-        for name, scores in results.items()
-    }
+    families = {name: {family: s.as_dict() for family, s in scores.items()} for name, scores in results.items()}
     return {"exact_match": mean, "acceptance": overall, "families": families}
 
 

@@ -11,14 +11,14 @@ import pytest
 
 import kimi_jax
 from kimi_jax.config import ModelConfig
-from kimi_jax.decoding.engine import Draft, open_checkpoint
+from kimi_jax.decoding.engine import PLAIN, Draft, open_checkpoint
+from kimi_jax.evaluation.tasks import score, together
 from kimi_jax.quantization import Int4Weight
 from kimi_jax.training import small, target
 from kimi_jax.training.data import encode_chat
 from kimi_jax.training.export import dequantize_experts, export_target, quantize_experts
 from kimi_jax.training.generations import answer_text, generate_answers
 from kimi_jax.training.recipes import DrafterRun, training_mesh
-from kimi_jax.training.scores import mean_acceptance, score
 from kimi_jax.training.vocabulary import write_small_tokenizer
 from meshes.presets import Layout
 
@@ -127,12 +127,11 @@ def test_asked_to_think_it_closes_its_thinking(tokenizer):
 @pytest.mark.slow
 def test_scores_are_those_of_the_card(bundled):
     """50 prompts a family: nine families at 0.94 or more, chain 5.0 or more, a tree of 16 at least 5 % above it."""
-    plain = score(bundled, 50)
+    plain, *drafted = score(bundled, 50, [PLAIN, Draft("chain", "auto"), Draft("ddtree", 16)])
     learnt = [family for family, s in plain.items() if s.exact_match >= 0.94]
     assert len(learnt) == 9
     assert "table" not in learnt
-    chain, tree = (mean_acceptance(score(bundled, 50, Draft(kind, budget))) for kind, budget in
-                   (("chain", "auto"), ("ddtree", 16)))  # fmt: skip
+    chain, tree = (together(scores).acceptance for scores in drafted)
     assert chain >= 5.0
     assert tree >= 1.05 * chain
 

@@ -1,0 +1,163 @@
+"""The bundled model's tasks in the real decode loop: exact match with its uncertainty, acceptance and speed."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kimi_jax.chat import render
+from kimi_jax.decoding.engine import PLAIN, Costs, Draft, Engine
+from kimi_jax.decoding.generate import Limits
+from kimi_jax.decoding.report import Report
+from kimi_jax.decoding.sampling import Sampling
+from kimi_jax.training.generations import MAX_NEW_TOKENS, answer_text
+from kimi_jax.training.tasks import FAMILIES, Example, held_out
+
+NORMAL_95 = 1.959964
+"""Two-sided 95 % quantile of the normal distribution."""
+
+
+def wilson(hits: int, trials: int) -> tuple[float, float]:
+    """95 % confidence interval of a share (Wilson 1927): honest for few trials and for shares near 0 and 1."""
+    share, z2 = hits / trials, NORMAL_95**2
+    centre = (share + z2 / (2 * trials)) / (1 + z2 / trials)
+    half = NORMAL_95 / (1 + z2 / trials) * math.sqrt(share * (1 - share) / trials + z2 / (4 * trials**2))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+@dataclasses.dataclass(frozen=True)
+class FamilyScore:
+    """One family's held-out prompts, decoded greedily."""
+
+    exact: int
+    """Answers equal to the reference, character by character."""
+    prompts: int
+    tokens: int
+    """Generated, stop tokens included."""
+    rounds_by_length: tuple[int, ...]
+    """Rounds that gave 0, 1, 2, … tokens."""
+    timed_tokens: int = 0
+    """Those after each batch's first dispatch, which may compile."""
+    timed_seconds: float = 0.0
+    """What they took."""
+    answers: tuple[tuple[int, ...], ...] = ()
+    """Token ids of each answer."""
+
+    def __add__(self, other: "FamilyScore") -> "FamilyScore":
+        pairs = itertools.zip_longest(self.rounds_by_length, other.rounds_by_length, fillvalue=0)
+        return FamilyScore(
+            self.exact + other.exact,
+            self.prompts + other.prompts,
+            self.tokens + other.tokens,
+            tuple(a + b for a, b in pairs),
+            self.timed_tokens + other.timed_tokens,
+            self.timed_seconds + other.timed_seconds,
+            self.answers + other.answers,
+        )
+
+    @property
+    def exact_match(self) -> float:
+        """Share of exact answers."""
+        return self.exact / self.prompts
+
+    @property
+    def acceptance(self) -> float:
+        """Mean tokens a round (1 in plain decoding)."""
+        lengths = np.arange(len(self.rounds_by_length))
+        return float(np.dot(self.rounds_by_length, lengths) / sum(self.rounds_by_length))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Over a whole batch; None where everything came with first dispatches."""
+        return self.timed_tokens / self.timed_seconds if self.timed_tokens else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`; the interval is 95 %, times are seconds."""
+        figures = dataclasses.asdict(self)
+        del figures["answers"]
+        return {
+            **figures,
+            "exact_match": self.exact_match,
+            "exact_match_interval": wilson(self.exact, self.prompts),
+            "acceptance": self.acceptance,
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+def score(
+    engine: Engine,
+    prompts: int,
+    drafts: Sequence[Draft] = (PLAIN,),
+    families: Sequence[str] = tuple(FAMILIES),
+    *,
+    batch: int = 100,
+    costs: Costs | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[dict[str, FamilyScore]]:
+    """Decodes `prompts` held-out prompts of each family without thinking, once for each kind of speculation.
+
+    The kinds take turns with every batch, so that a slow moment of the machine falls on all of them.
+
+    Args:
+      engine: the bundled checkpoint, or another one trained on these tasks, with a drafter where one is needed.
+      prompts: of each family, the same for every call.
+      drafts: kinds of speculation.
+      families: names in `training.tasks.FAMILIES`.
+      batch: prompts decoded together; the last batch of a family is filled up by repeating its last prompt.
+      costs: for automatic budgets.
+      progress: told of every prompt decoded, by numbers of them.
+
+    Raises:
+      ValueError: an unknown family, a number below one.
+    """
+    if unknown := [family for family in families if family not in FAMILIES]:
+        raise ValueError(f"no task family {unknown[0]!r}; there are {', '.join(FAMILIES)}")
+    if prompts < 1 or batch < 1:
+        raise ValueError(f"{prompts} prompts in batches of {batch}: both must be positive")
+    batch = min(batch, prompts)
+    scores: list[dict[str, FamilyScore]] = [{} for _ in drafts]
+    for family in families:
+        examples = held_out(family, prompts)
+        for first in range(0, prompts, batch):
+            part = examples[first : first + batch]
+            for draft, kept in zip(drafts, scores, strict=True):
+                result = _decode(engine, part, batch, draft, costs)
+                kept[family] = kept[family] + result if family in kept else result
+                if progress:
+                    progress(len(part))
+    return scores
+
+
+def _decode(engine: Engine, examples: Sequence[Example], batch: int, draft: Draft, costs: Costs | None) -> FamilyScore:
+    """One batch. Repeated prompts that fill it count for nothing but the time of their rows."""
+    padded = [*examples, *[examples[-1]] * (batch - len(examples))]
+    asked = [render([{"role": "user", "content": e.prompt}], engine.tokenizer, thinking=False) for e in padded]
+    texts: list[list[int]] = [[] for _ in padded]
+    report, first = Report(batch), 0
+    limits = Limits(max_new_tokens=MAX_NEW_TOKENS)
+    for step in engine.generate(asked, limits, Sampling(), draft=draft, costs=costs):
+        report.add(step)
+        for text, new in zip(texts, step.new_tokens, strict=True):
+            text += new
+        first = first or sum(map(len, texts[: len(examples)]))
+    assert report.snapshot is not None
+    texts = texts[: len(examples)]
+    tokens = sum(map(len, texts))
+    exact = sum(answer_text(engine, text) == e.answer for text, e in zip(texts, examples, strict=True))
+    return FamilyScore(
+        exact=exact,
+        prompts=len(examples),
+        tokens=tokens,
+        rounds_by_length=tuple(report.snapshot.accepted[: len(examples)].sum(0).tolist()),
+        timed_tokens=tokens - first,
+        timed_seconds=report.seconds - report.first_token_seconds,
+        answers=tuple(map(tuple, texts)),
+    )
+
+
+def together(scores: dict[str, FamilyScore]) -> FamilyScore:
+    """All families as one: every prompt counts the same, and every round."""
+    return sum(scores.values(), start=FamilyScore(0, 0, 0, ()))
