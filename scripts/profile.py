@@ -74,7 +74,8 @@ def main(options: Options) -> None:
         from kimi_jax.estimator.model import k26
         from kimi_jax.profiling.compile import Case, compile_program, kimi_drafter, with_layers
         from kimi_jax.profiling.dump import write_index
-        from kimi_jax.profiling.report import make_report, show
+        from kimi_jax.profiling.report import make_report
+        from kimi_jax.profiling.tables import show
 
         config = k26() if options.checkpoint is None else ModelConfig.from_json(options.checkpoint)
         drafter = kimi_drafter() if options.drafter is None else DrafterConfig.from_json(options.drafter)

@@ -8,9 +8,10 @@ import dataclasses
 import functools
 import json
 import re
+import resource
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -22,17 +23,19 @@ from jax.typing import DTypeLike
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.decoding.engine import model_for
-from kimi_jax.decoding.generate import CACHE_MULTIPLE
-from kimi_jax.decoding.programs import Programs
+from kimi_jax.decoding.programs import CACHE_MULTIPLE, Programs
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.decoding.speculation import DFlashSpeculation, NoSpeculation, Speculation
 from kimi_jax.decoding.state import DecodeState
 from kimi_jax.drafter.config import DrafterConfig
 from kimi_jax.drafter.dflash import DFlash
+from kimi_jax.model.attention import LatentAttention
+from kimi_jax.model.moe import Experts, Router
 from kimi_jax.model.transformer import Transformer
+from kimi_jax.parallel import collectives
 from kimi_jax.parallel.sharding import REQUESTS, rules
 from kimi_jax.parameters import Declaration, Parameters, abstract, declarations
-from kimi_jax.profiling.assembler import Assembled, caught_output, read
+from kimi_jax.profiling.assembler import Assembled, caught_output, read, with_shared_memory
 from meshes.devices import build_mesh
 from meshes.presets import Preset
 from meshes.targets import topology_devices
@@ -129,7 +132,9 @@ class Case:
     @property
     def capacity(self) -> int:
         """Cached positions that are compiled for: the context and one round's rows."""
-        return -(-(self.context + self.depth + 1) // CACHE_MULTIPLE) * CACHE_MULTIPLE
+        layout = self.preset.layout
+        multiple = CACHE_MULTIPLE * (layout.tp if layout.cache == "split" else 1)
+        return -(-(self.context + self.depth + 1) // multiple) * multiple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +166,8 @@ class Compiled:
     """Every array of the decoding state."""
     assembled: tuple[Assembled, ...] = ()
     """Pallas kernels, where the assembler's report was asked for."""
+    host_bytes: int = 0
+    """Most memory this process has held, the compile included."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,13 +205,20 @@ def programs_of(case: Case, mesh: Mesh) -> Programs:
     )
 
 
-def compile_program(case: Case, *, dump: Path | None = None, registers: bool = False) -> Compiled:
+def compile_program(
+    case: Case,
+    *,
+    dump: Path | None = None,
+    registers: bool = False,
+    stage: Callable[[str], None] = lambda name: None,
+) -> Compiled:
     """Compiles a case for its GPU; nothing runs and nothing is allocated.
 
     Args:
       case: the program, model, machine and load.
       dump: directory for XLA's own dump: HLO before and after, buffer assignment.
       registers: catch the assembler's report on the Pallas kernels.
+      stage: told what begins.
 
     Raises:
       LayoutError: a dimension that the layout does not divide, naming the sizes that work.
@@ -221,32 +235,40 @@ def compile_program(case: Case, *, dump: Path | None = None, registers: bool = F
     if case.program == "prefill":
         arguments.append(_array(mesh, (case.padded_requests, case.prefill_chunk), jnp.int32, REQUESTS))
         arguments.append(_array(mesh, (case.padded_requests,), jnp.int32, REQUESTS))
+    layers = f"{case.config.num_hidden_layers} layers for {case.preset.layout.num_devices} {case.gpu}"
     what = f"the {case.program} program for {case.preset.name} ({case.preset.layout}) on {case.gpu}"
     started = time.perf_counter()
     with jax.default_matmul_precision("highest"):  # as the engine runs them
+        stage(f"lowering {layers}")
         try:
             lowered = getattr(programs, case.program).lower(*arguments)
         except Exception as error:
             raise CompileError(f"{what} does not lower{_where(error)}: {error}") from error
         lowered_at = time.perf_counter()
+        stage(f"compiling {layers}")
         try:
             with caught_output(registers) as printed:
-                compiled = lowered.compile(_options(dump))
+                compiled = lowered.compile(dump_options(dump))
         except Exception as error:
             raise CompileError(f"{what} does not compile{_part_in(str(error))}: {error}") from error
+    compiled_at = time.perf_counter()
+    stage("reading the compiled program")
+    text = compiled.as_text()
     return Compiled(
         case=case,
-        text=compiled.as_text(),
+        text=text,
         memory=_memory(compiled),
         lower_seconds=lowered_at - started,
-        compile_seconds=time.perf_counter() - lowered_at,
+        compile_seconds=compiled_at - lowered_at,
         weights=tuple(_placed(parameters)),
         state=tuple(_placed(state)),
-        assembled=read("".join(printed)),
+        assembled=with_shared_memory(read("".join(printed)), text) if registers else (),
+        host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
 
 
-def _options(dump: Path | None) -> dict[str, Any] | None:
+def dump_options(dump: Path | None) -> dict[str, Any] | None:
+    """XLA's options for a dump into a directory, which is made."""
     if dump is None:
         return None
     dump.mkdir(parents=True, exist_ok=True)
@@ -307,12 +329,10 @@ def _state(programs: Programs, case: Case) -> DecodeState:
         ),
     )
 
-    def place(name: str, value: Any) -> Any:
-        spec = programs.speculation.context_spec if name == "context" else REQUESTS
-        return jax.tree.map(lambda leaf: _array(mesh, leaf.shape, leaf.dtype, cast(PartitionSpec, spec)), value)
+    def place(spec: PartitionSpec, value: Any) -> Any:
+        return jax.tree.map(lambda leaf: _array(mesh, leaf.shape, leaf.dtype, spec), value)
 
-    fields = [field.name for field in dataclasses.fields(DecodeState)]
-    return DecodeState(**{name: place(name, getattr(shapes, name)) for name in fields})
+    return jax.tree.map(place, programs.state_specs, shapes)
 
 
 def _placed(tree: Any) -> Iterator[Placed]:
@@ -321,12 +341,27 @@ def _placed(tree: Any) -> Iterator[Placed]:
         yield Placed(name, leaf.sharding.shard_shape(leaf.shape), str(leaf.dtype))
 
 
+_PART_OF_MODULE: tuple[tuple[type, str], ...] = (
+    (LatentAttention, "attention"),
+    (Router, "router"),
+    (Experts, "experts"),
+    (DFlash, "drafter"),
+)
+
+
 def _where(error: Exception) -> str:
-    """The layer being traced when an error was raised: the index in `Transformer.__call__`'s own frame."""
+    """The layer, part and mesh axis being traced when an error was raised, from the frames of the model's own code."""
+    layer = part = axis = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code is Transformer.__call__.__code__ and "index" in frame.f_locals:
-            return f" in layer {frame.f_locals['index']}"
-    return ""
+        local = frame.f_locals
+        if frame.f_code is Transformer.__call__.__code__ and "index" in local:
+            layer = f" in layer {local['index']}"
+        for module, name in _PART_OF_MODULE:
+            if isinstance(local.get("self"), module):
+                part = f" in {name}" if not layer else f", {name}"
+        if frame.f_globals.get("__name__") == collectives.__name__ and "axis" in local:
+            axis = f", over axis {local['axis']}"
+    return layer + part + axis
 
 
 def _part_in(message: str) -> str:

@@ -8,15 +8,14 @@ import dataclasses
 import math
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-
-from kimi_jax.decoding.generate import CACHE_MULTIPLE
+from kimi_jax.decoding.programs import CACHE_MULTIPLE
 from kimi_jax.estimator.collectives import Network, Transfer, all_reduce, gather_and_scatter
 from kimi_jax.estimator.constants import LINKS, Constants
+from kimi_jax.profiling import traffic
 from kimi_jax.profiling.assembler import Assembled
 from kimi_jax.profiling.compile import Case, Compiled, Placed
-from kimi_jax.profiling.hlo import PARTS, Collective, Kernel, Materialised, Module
+from kimi_jax.profiling.hlo import PARTS, Module
+from kimi_jax.profiling.messages import Collective, collectives
 from kimi_jax.profiling.necessary import Need, needs, state_bytes, touched_experts, weight_bytes, weight_part
 from meshes.hardware import GPU, gpu
 
@@ -60,13 +59,16 @@ class PartReport:
     weight_bytes_read: int
     """Of weights, by the compiled instructions; kernels are taken to read their operands whole."""
     weight_bytes_held: int
+    moved_bytes: float
+    """Of arguments and activations that the compiled instructions read and write. Pallas kernels count with what they
+    read of arguments, those of the routed experts with what routing is expected to touch."""
     collectives: tuple[Collective, ...]
     messages: int
     link_bytes: float
     """Least that a device must send over a link, for all messages."""
     latency_us: float
     """Fixed cost of the messages, from the estimator's published measurements: an estimate."""
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[traffic.Kernel, ...]
     memory_us: float
     compute_us: float
     link_us: float
@@ -84,12 +86,14 @@ class Report:
     case: Case
     parts: tuple[PartReport, ...]
     holdings: Holdings
-    materialised: tuple[Materialised, ...]
+    materialised: tuple[traffic.Materialised, ...]
     host_transfers: tuple[str, ...]
     custom_calls: dict[str, int]
     touched_experts: float
     lower_seconds: float
     compile_seconds: float
+    host_bytes: int
+    """Most memory that the compiling process held."""
     peak_bytes: int
     assembled: tuple[Assembled, ...]
 
@@ -110,6 +114,33 @@ class Report:
         twice = held.get("head", 0) if held.get("drafter") and self.case.program != "prefill" else 0
         return read / max(1, sum(held.values()) + twice)
 
+    @property
+    def necessary_bytes(self) -> float:
+        """What one execution must move on one device."""
+        return sum(part.need.hbm_bytes for part in self.parts)
+
+    @property
+    def moved_ratio(self) -> float:
+        """Bytes that the compiled program moves over those it must: 1 is everything once and nothing in between."""
+        return sum(part.moved_bytes for part in self.parts) / self.necessary_bytes
+
+    @property
+    def verdict(self) -> str:
+        """Whether it fits, and by how much, in one sentence."""
+        h = self.holdings
+        if h.free >= 0:
+            return f"Fits with {h.free / 1e9:.1f} GB free."
+        fixed = sum(h.weights.values()) + h.reserve
+        if fixed > h.card:
+            return (
+                f"Does not fit: {-h.free / 1e9:.1f} GB too much, and the weights with the reserve alone are "
+                f"{(fixed - h.card) / 1e9:.1f} GB over the card. More ep or tp ranks would share them."
+            )
+        most = f"at most {h.most_requests} requests at this context"
+        if h.most_context:
+            most += f", or {h.most_context} tokens at this batch"
+        return f"Does not fit: {-h.free / 1e9:.1f} GB too much; {most}."
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; bytes and µs."""
         case, layout = self.case, self.case.preset.layout
@@ -128,6 +159,8 @@ class Report:
             | {"total": self.holdings.total, "free": self.holdings.free, "xla_peak": self.peak_bytes},
             "parts": [dataclasses.asdict(part) | {"floor_us": part.floor_us} for part in self.parts],
             "floor_us": self.floor_us,
+            "necessary_bytes": self.necessary_bytes,
+            "moved_ratio": self.moved_ratio,
             "dense_weight_read_ratio": self.read_ratio,
             "touched_experts_per_rank": self.touched_experts,
             "materialised": [dataclasses.asdict(found) for found in self.materialised],
@@ -136,6 +169,7 @@ class Report:
             "assembled": [dataclasses.asdict(kernel) for kernel in self.assembled],
             "lower_seconds": self.lower_seconds,
             "compile_seconds": self.compile_seconds,
+            "host_bytes": self.host_bytes,
         }
 
 
@@ -144,24 +178,30 @@ def make_report(compiled: Compiled) -> Report:
     case, module = compiled.case, Module(compiled.text)
     card = gpu(case.gpu)
     needed, held = needs(case, compiled.weights), weight_bytes(compiled.weights)
-    reads: dict[str, int] = {}
     names = {array.name for array in compiled.weights}
-    for (array, part), num_bytes in module.reads().items():
-        if array in names and weight_part(array) != "embedding":
-            reads[part] = reads.get(part, 0) + num_bytes
-    collectives, kernels = module.collectives(case.preset.layout.axis_sizes), module.kernels()
+    read: dict[str, int] = {}
+    moved: dict[str, float] = dict(traffic.intermediates(module))
+    for (array, part), num_bytes in traffic.reads(module).items():
+        of_weights = weight_part(array) if array in names else None
+        if of_weights not in (None, "embedding"):
+            read[part] = read.get(part, 0) + num_bytes
+        if of_weights != "experts":
+            moved[part] = moved.get(part, 0) + num_bytes
+    moved["experts"] = moved.get("experts", 0) + needed.get("experts", Need()).hbm_bytes
+    sent, kernels = collectives(module, case.preset.layout.axis_sizes), traffic.kernels(module)
     network = Network(card, case.preset.topology, Constants(), LINKS[card.local_link.name])
     parts = []
     for part in PARTS:
-        messages = tuple(c for c in collectives if c.part == part)
+        messages = tuple(c for c in sent if c.part == part)
         transfers = [transfer(network, case, message).times(message.count) for message in messages]
         need = needed.get(part, Need())
         parts.append(
             PartReport(
                 part=part,
                 need=need,
-                weight_bytes_read=reads.get(part, 0),
+                weight_bytes_read=read.get(part, 0),
                 weight_bytes_held=held.get(part, 0),
+                moved_bytes=moved.get(part, 0),
                 collectives=messages,
                 messages=sum(message.count for message in messages),
                 link_bytes=sum(t.local_bytes + t.network_bytes for t in transfers),
@@ -176,18 +216,19 @@ def make_report(compiled: Compiled) -> Report:
         case=case,
         parts=tuple(parts),
         holdings=holdings(case, compiled.weights, compiled.state, compiled.memory.temporaries, card),
-        materialised=tuple(_with_part(found, names) for found in module.materialised()),
-        host_transfers=tuple(module.host_transfers()),
-        custom_calls=module.custom_calls(),
+        materialised=tuple(_with_part(found, names) for found in traffic.materialised(module)),
+        host_transfers=tuple(traffic.host_transfers(module)),
+        custom_calls=traffic.custom_calls(module),
         touched_experts=touched_experts(case),
         lower_seconds=compiled.lower_seconds,
         compile_seconds=compiled.compile_seconds,
+        host_bytes=compiled.host_bytes,
         peak_bytes=compiled.memory.peak,
         assembled=compiled.assembled,
     )
 
 
-def _with_part(found: Materialised, weights: set[str]) -> Materialised:
+def _with_part(found: traffic.Materialised, weights: set[str]) -> traffic.Materialised:
     """XLA leaves the scope of what it merges from two operations: a weight's own part then."""
     if found.part == "other" and found.array in weights:
         return dataclasses.replace(found, part=weight_part(found.array))
@@ -227,113 +268,3 @@ def holdings(
         held, kept["cache"], kept["context"], kept["other"], temporaries, reserve, card.hbm_bytes,
         most_requests, most_context,
     )  # fmt: skip
-
-
-def show(report: Report) -> RenderableType:
-    """The report for a terminal."""
-    case = report.case
-    head = (
-        f"{case.program} of {case.config.num_hidden_layers} layers on {case.preset.name} ({case.preset.layout}) with "
-        f"{case.gpu}: {case.requests} requests × {case.rows} rows at context {case.context}, "
-        f"{case.device_requests} requests a device"
-    )
-    notes = [
-        f"Routed experts: {report.touched_experts:.1f} a rank and layer when routing is uniform.",
-        f"Dense weights are read {report.read_ratio:.2f} × once each.",
-        _materialised(report.materialised),
-        f"Host transfers: {len(report.host_transfers) or 'none'}.",
-        f"Lowered in {report.lower_seconds:.0f} s and compiled in {report.compile_seconds:.0f} s. "
-        "Floors are data-sheet bandwidths and peaks, latencies the estimator's; nothing here was measured.",
-    ]
-    tables = [_memory_table(report), _parts_table(report), _messages_table(report)]
-    if report.assembled:
-        tables.append(_assembler_table(report))
-    return Group(head, *tables, *notes)
-
-
-def _materialised(found: tuple[Materialised, ...]) -> str:
-    if not found:
-        return "Copies of weights or cache: none."
-    lines = [f"  {m.array}: {m.bytes / 1e6:.1f} MB by {m.operation} ({m.part})" for m in found[:10]]
-    total = sum(m.bytes for m in found)
-    return f"Copies of weights or cache: {len(found)}, {total / 1e6:.1f} MB\n" + "\n".join(lines)
-
-
-def _memory_table(report: Report) -> Table:
-    h = report.holdings
-    table = Table(title="memory of one device", title_justify="left")
-    table.add_column("what")
-    table.add_column("GB", justify="right")
-    for part, num_bytes in h.weights.items():
-        table.add_row(f"weights: {part}", f"{num_bytes / 1e9:.3f}")
-    rows = (
-        ("cache", h.cache),
-        ("drafter's context", h.context),
-        ("other state", h.other_state),
-        ("temporaries", h.temporaries),
-        ("reserve", h.reserve),
-    )
-    for name, num_bytes in rows:
-        table.add_row(name, f"{num_bytes / 1e9:.3f}")
-    table.add_section()
-    table.add_row("total", f"{h.total / 1e9:.3f}")
-    table.add_row("card", f"{h.card / 1e9:.3f}")
-    table.add_row("free" if h.free >= 0 else "DOES NOT FIT by", f"{abs(h.free) / 1e9:.3f}")
-    table.add_row("most requests at this context", str(h.most_requests))
-    table.add_row("most context at this batch", str(h.most_context))
-    return table
-
-
-def _parts_table(report: Report) -> Table:
-    table = Table(title="one execution on one device", title_justify="left")
-    table.add_column("part")
-    for name in ("HBM MB", "GFLOP", "messages", "link MB", "latency µs", "kernels", "floor µs"):
-        table.add_column(name, justify="right")
-    for part in report.parts:
-        table.add_row(
-            part.part,
-            f"{part.need.hbm_bytes / 1e6:.1f}",
-            f"{part.need.flops / 1e9:.1f}",
-            str(part.messages or ""),
-            f"{part.link_bytes / 1e6:.2f}" if part.messages else "",
-            f"{part.latency_us:.0f}" if part.messages else "",
-            str(sum(kernel.count for kernel in part.kernels) or ""),
-            f"{part.floor_us:.0f}",
-        )
-    table.add_section()
-    table.add_row(
-        "total",
-        f"{sum(p.need.hbm_bytes for p in report.parts) / 1e6:.1f}",
-        f"{sum(p.need.flops for p in report.parts) / 1e9:.1f}",
-        str(sum(p.messages for p in report.parts)),
-        f"{sum(p.link_bytes for p in report.parts) / 1e6:.2f}",
-        f"{sum(p.latency_us for p in report.parts):.0f}",
-        str(sum(k.count for p in report.parts for k in p.kernels)),
-        f"{report.floor_us:.0f}",
-    )
-    return table
-
-
-def _messages_table(report: Report) -> Table:
-    table = Table(title="messages", title_justify="left")
-    for name in ("part", "kind", "axes", "link"):
-        table.add_column(name)
-    for name in ("count", "bytes each"):
-        table.add_column(name, justify="right")
-    for part in report.parts:
-        for message in part.collectives:
-            link = report.case.preset.span(*message.axes).link
-            table.add_row(
-                part.part, message.kind, " × ".join(message.axes), link, str(message.count), f"{message.bytes:,}"
-            )
-    return table
-
-
-def _assembler_table(report: Report) -> Table:
-    table = Table(title="Pallas kernels as assembled", title_justify="left")
-    table.add_column("kernel")
-    for name in ("registers a thread", "stack bytes", "spilled bytes, stores", "loads"):
-        table.add_column(name, justify="right")
-    for kernel in report.assembled:
-        table.add_row(*map(str, dataclasses.astuple(kernel)))
-    return table

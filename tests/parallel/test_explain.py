@@ -18,6 +18,7 @@ from kimi_jax.parallel.explain import explain, held_weights, messages
 from kimi_jax.parallel.sharding import REQUESTS, rules
 from kimi_jax.parameters import abstract, bind, specs
 from kimi_jax.profiling.hlo import Module
+from kimi_jax.profiling.messages import collectives
 from meshes.devices import build_mesh
 from meshes.presets import LayoutError, Preset, preset
 
@@ -93,7 +94,7 @@ def test_golden_table_of_collectives(name):
     for kind, axes, count, size in told:
         joined[kind, axes, size] = joined.get((kind, axes, size), 0) + count
     assert sorted((kind, axes, count, size) for (kind, axes, size), count in joined.items()) == golden
-    found = Module(compiled_forward(machine, model)).collectives(layout.axis_sizes)
+    found = collectives(Module(compiled_forward(machine, model)), layout.axis_sizes)
     # Where the buffers could overflow the program holds the exact path too; these sizes rule that out.
     assert sorted((c.kind, c.axes, c.count, c.bytes) for c in merged(found)) == golden
 

@@ -5,7 +5,9 @@ import re
 import pytest
 
 from kimi_jax.profiling.hlo import Module
+from kimi_jax.profiling.messages import collectives
 from kimi_jax.profiling.report import make_report
+from kimi_jax.profiling.traffic import host_transfers, materialised
 
 
 @pytest.fixture(scope="module", params=[("hgx-ib-16", "h200"), ("nvl72", "gb300")], ids=lambda p: p[1])
@@ -18,7 +20,7 @@ def test_messages_of_a_layer(compiled):
     case = compiled.case
     rows, hidden, ep = case.device_requests * case.rows, case.config.hidden_size, case.preset.layout.ep
     words = hidden // 2 + 2 * case.config.num_experts_per_tok  # bfloat16 pairs, slots and weights
-    found = Module(compiled.text).collectives(case.preset.layout.axis_sizes)
+    found = collectives(Module(compiled.text), case.preset.layout.axis_sizes)
     of_layers = [(c.part, c.kind, c.axes, c.bytes, c.count) for c in found if c.part in ("exchange", "reductions")]
     assert of_layers == [
         ("exchange", "all-gather", ("ep",), ep * rows * words * 4, 1),
@@ -42,9 +44,9 @@ def test_packed_weights_and_cache_are_read_in_place(compiled):
     module = Module(compiled.text)
     known = {array.name for array in compiled.weights} | {f"state.{array.name}" for array in compiled.state}
     assert set(module.arguments.values()) <= known
-    copied = {found.array for found in module.materialised(smallest=1 << 14)}
+    copied = {found.array for found in materialised(module, smallest=1 << 14)}
     assert not {name for name in copied if not KNOWN_COPIES.search(name)}
-    assert module.host_transfers() == []
+    assert host_transfers(module) == []
 
 
 def test_kernels_serve_both_presets(compiled):

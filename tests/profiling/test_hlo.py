@@ -2,14 +2,17 @@
 
 import pytest
 
-from kimi_jax.profiling.hlo import (
-    Collective,
+from kimi_jax.profiling.hlo import Module, part_of
+from kimi_jax.profiling.messages import Collective, collectives, mesh_axes, replica_groups
+from kimi_jax.profiling.traffic import (
     Kernel,
     Materialised,
-    Module,
-    mesh_axes,
-    part_of,
-    replica_groups,
+    custom_calls,
+    host_transfers,
+    intermediates,
+    kernels,
+    materialised,
+    reads,
 )
 
 MESH = {"dp": 1, "ep": 3, "tp": 4}
@@ -89,20 +92,20 @@ def module():
 
 
 def test_messages(module):
-    assert module.collectives(MESH) == [
+    assert collectives(module, MESH) == [
         Collective("all-gather", ("ep",), 24 * 512 * 2, 1, "exchange"),
         Collective("all-reduce", ("tp",), 8 * 512 * 2, 2, "reductions"),
     ]
 
 
 def test_kernels(module):
-    assert module.kernels() == [Kernel("int4_gate_up", "experts", 2)]
-    assert module.custom_calls() == {"mosaic_gpu_v2": 2}
+    assert kernels(module) == [Kernel("int4_gate_up", "experts", 2)]
+    assert custom_calls(module) == {"mosaic_gpu_v2": 2}
 
 
 def test_reads_follow_loops_and_slices(module):
     w, rows = 1024 * 2048 * 2, 8 * 512 * 2
-    assert module.reads() == {
+    assert reads(module) == {
         ("target.model.layers.0.w", "attention"): w,
         ("target.model.layers.0.w", "experts"): 2 * w,
         ("target.model.layers.0.w", "tree"): 7 * w // 2,
@@ -113,19 +116,30 @@ def test_reads_follow_loops_and_slices(module):
     }
 
 
+def test_intermediates_leave_out_arguments_and_kernels(module):
+    row = 8 * 512 * 2
+    assert intermediates(module) == {
+        "attention": 1024 * 2048 * 2,  # the turned weight, written
+        "tree": 7 * 512 * 2048 * 2,  # the slice of every run of the loop
+        "reductions": 2 * row,
+        "exchange": row + 3 * row,
+        "other": row + 2 * row + 8 * 64 * 2,  # gathered rows, the wrapped sum, the cache's update
+    }
+
+
 def test_copies_are_found_and_updates_in_place_are_none(module):
-    found = module.materialised()
+    found = materialised(module)
     assert sorted(found, key=lambda m: m.operation) == [
         Materialised("target.model.layers.0.w", "half", 512 * 2048 * 2, "tree"),
         Materialised("target.model.layers.0.w", "turned", 1024 * 2048 * 2, "attention"),
     ]
-    assert module.materialised(smallest=1 << 30) == []
+    assert materialised(module, smallest=1 << 30) == []
 
 
 def test_host_transfers(module):
-    assert module.host_transfers() == []
+    assert host_transfers(module) == []
     callback = PROGRAM.replace('"mosaic_gpu_v2"', '"xla_ffi_python_gpu_callback"', 1)
-    assert len(Module(callback).host_transfers()) == 1
+    assert len(host_transfers(Module(callback))) == 1
 
 
 @pytest.mark.parametrize(

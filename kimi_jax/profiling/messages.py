@@ -1,0 +1,106 @@
+"""The messages of a compiled program: what is sent along which mesh axes, by part of the model."""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from kimi_jax.profiling.hlo import PARTS, Instruction, Module, part_of
+
+_COLLECTIVES = (
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """Messages of one kind, over one set of mesh axes, of one size and part."""
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    """Of one message: what a device contributes to a sum or sends, what it holds after a gather."""
+    count: int
+    part: str
+
+
+def collectives(module: Module, mesh: Mapping[str, int]) -> list[Collective]:
+    """All messages of one execution, equal ones counted together. `mesh` has the axis sizes, outermost first."""
+    counts: dict[tuple[str, tuple[str, ...], int, str], int] = {}
+    for operands, instruction, count in _messages(module):
+        kind = instruction.opcode.removesuffix("-start")
+        sent = sum(operand.bytes for operand in operands)
+        groups = replica_groups(instruction.attributes)
+        size = len(groups[0]) if groups else math.prod(mesh.values())
+        axes = mesh_axes(groups, mesh) if groups else tuple(mesh)
+        key = (kind, axes, sent * size if kind == "all-gather" else sent, part_of(instruction.op_name))
+        counts[key] = counts.get(key, 0) + count
+    found = [Collective(kind, axes, size, count, part) for (kind, axes, size, part), count in counts.items()]
+    return sorted(found, key=lambda c: (PARTS.index(c.part), c.kind, c.axes, c.bytes))
+
+
+def _messages(module: Module) -> Iterator[tuple[list[Instruction], Instruction, int]]:
+    """Collectives with their operands; XLA wraps those it has kernels of its own for in a fusion."""
+    for computation, instruction, count in module.executed():
+        inside = [computation]
+        if instruction.opcode in ("fusion", "fusion-start"):
+            inside = [called for _, called in instruction.called()]
+            instructions = [i for called in inside for i in module.computations[called].values()]
+        else:
+            instructions = [instruction]
+        for found in instructions:
+            if found.opcode.removesuffix("-start") in _COLLECTIVES:
+                scope = module.computations[inside[0]]
+                yield [scope[name] for name in found.operands], found, count
+
+
+def replica_groups(attributes: str) -> list[tuple[int, ...]]:
+    """Groups of device numbers that exchange messages, from any of XLA's three notations; [] means all together."""
+    listed = re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", attributes)
+    if listed:
+        return [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d, ]+)\}", listed[1])]
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
+    if iota:
+        shape, dims = _numbers(iota[1]), _numbers(iota[2])
+        order = _numbers(iota[3]) if iota[3] else tuple(range(len(dims)))
+        devices = np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(shape)
+        return [tuple(int(device) for device in group) for group in devices]
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\([^)]*\))? ?\{([^}]*)\}", attributes)
+    if named:
+        sizes = {axis: int(size) for axis, size in re.findall(r"'?(\w+)'?=(\d+)", named[1])}
+        names = re.findall(r"'?(\w+)'?", named[2])
+        axes = list(sizes)
+        index = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        inside = [axes.index(axis) for axis in names]
+        outside = [i for i in range(len(axes)) if i not in inside]
+        devices = index.transpose(*outside, *inside).reshape(-1, math.prod(sizes[axis] for axis in names))
+        return [tuple(int(device) for device in group) for group in devices]
+    return []
+
+
+def mesh_axes(groups: list[tuple[int, ...]], mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes that groups of device numbers run along; axes of size 1 are left out.
+
+    Raises:
+      ValueError: groups that are no set of axes.
+    """
+    wanted = {frozenset(group) for group in groups}
+    axes = [axis for axis, size in mesh.items() if size > 1]
+    index = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
+    names = list(mesh)
+    for count in range(len(axes) + 1):
+        for chosen in itertools.combinations(axes, count):
+            inside = [names.index(axis) for axis in chosen]
+            outside = [i for i in range(len(names)) if i not in inside]
+            size = math.prod(mesh[axis] for axis in chosen)
+            rows = index.transpose(*outside, *inside).reshape(-1, size)
+            if {frozenset(int(device) for device in row) for row in rows} == wanted:
+                return chosen
+    raise ValueError(f"replica groups {groups[:2]}… of {len(groups)} run along no axes of the mesh {dict(mesh)}")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
