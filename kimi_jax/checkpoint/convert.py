@@ -12,6 +12,7 @@ from kimi_jax.checkpoint import huggingface, orbax, writer
 from kimi_jax.checkpoint.huggingface import Counter, Progress
 from kimi_jax.checkpoint.plan import plan
 from kimi_jax.checkpoint.safetensors import open_checkpoint
+from kimi_jax.parallel.placement import SlotExperts
 
 
 class _Whole(dict[str, None]):
@@ -33,30 +34,31 @@ def to_orbax(
     *,
     num_experts: int,
     dtype: DTypeLike,
+    slot_experts: SlotExperts | None = None,
     progress: Progress | None = None,
     workers: int = 8,
 ) -> None:
-    """Writes an HF checkpoint as a sharded one, expert i in slot i.
+    """Writes an HF checkpoint as a sharded one, expert i in slot i where no placement is given.
 
     Memory: a layer's arrays and what orbax copies of them.
 
     Args:
       source, target: existing and new folder.
-      module, config_prefix, num_experts, dtype, progress, workers: as for `huggingface.load`; `module` has one slot for
-        each expert.
+      module, config_prefix, num_experts, dtype, slot_experts, progress, workers: as for `huggingface.load`.
 
     Raises:
       CheckpointError: as `huggingface.load`; the target is in use.
     """
     source = Path(source)
     matched = plan(
-        open_checkpoint(source), module, config_prefix, _one_device(), _Whole(), dtype=dtype, num_experts=num_experts
-    )
+        open_checkpoint(source), module, config_prefix, _one_device(), _Whole(),
+        dtype=dtype, num_experts=num_experts, slot_experts=slot_experts,
+    )  # fmt: skip
     process = jax.process_index()
     arrays = {array.declaration.path: array for array in matched.local(process)}
     count = Counter(progress, matched.read_bytes(process))
     extra_files = orbax.copyable_files(source)
-    slots = range(num_experts)
+    slots = range(num_experts) if slot_experts is None else slot_experts
     with orbax.Writer(target, module, dtype=dtype, slot_experts=slots, extra_files=extra_files) as sharded:
         for part, declarations in orbax.parts(module, dtype).items():
             needed = sorted((arrays[d.path] for d in declarations), key=lambda array: array.position())

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from kimi_jax import parameters
 from kimi_jax.checkpoint.plan import SKIPPED_FAMILIES, ArrayPlan, Plan, Read, Region, host_buffer, plan, weight_shape
 from kimi_jax.checkpoint.safetensors import NUMPY_DTYPES, CheckpointError, Files, Tensor, open_checkpoint
-from kimi_jax.parallel.placement import EMPTY
+from kimi_jax.parallel.placement import EMPTY, SlotExperts
 from kimi_jax.parameters import Parameters, Rules
 
 CHUNK_BYTES = 8 << 20
@@ -52,7 +52,7 @@ def load(
     *,
     dtype: DTypeLike,
     num_experts: int,
-    slot_experts: Sequence[int] | None = None,
+    slot_experts: SlotExperts | None = None,
     skip: Sequence[str] = SKIPPED_FAMILIES,
     progress: Progress | None = None,
     workers: int = 8,

@@ -37,7 +37,7 @@ from kimi_jax.checkpoint.huggingface import Counter, Progress, reading_pool, req
 from kimi_jax.checkpoint.plan import Block, host_buffer, lay_out
 from kimi_jax.checkpoint.safetensors import CheckpointError, describe
 from kimi_jax.checkpoint.writer import barrier, leaf, prepare, publish
-from kimi_jax.parallel.placement import EMPTY
+from kimi_jax.parallel.placement import EMPTY, SlotExperts, slots_of_layer
 from kimi_jax.parameters import Declaration, Parameters, Rules
 
 if TYPE_CHECKING:
@@ -64,8 +64,9 @@ class Manifest:
     """What a sharded checkpoint holds."""
 
     arrays: Mapping[str, Stored]
-    slot_experts: tuple[int, ...]
-    """Expert in each slot of the stored stacks, EMPTY for none: the placement travels with the weights."""
+    slot_experts: SlotExperts
+    """Expert in each slot of the stored stacks, EMPTY for none, of all layers alike or by layer: the placement travels
+    with the weights."""
     dtype: str
     """Type of the weights that have none of their own."""
     files: Mapping[str, int]
@@ -78,7 +79,7 @@ def save(
     module: nnx.Module,
     *,
     dtype: DTypeLike,
-    slot_experts: Sequence[int],
+    slot_experts: SlotExperts,
     extra_files: Iterable[Path] = (),
 ) -> None:
     """Writes parameters as a sharded checkpoint; called by every process, which writes its own bytes.
@@ -86,7 +87,7 @@ def save(
     Args:
       directory: to be created; an existing one must be empty.
       dtype: that the parameters were declared with.
-      slot_experts: expert in each slot of the stacks.
+      slot_experts: expert in each slot of the stacks, of all layers alike or by layer.
       extra_files: copied beside (config.json, tokenizer).
 
     Raises:
@@ -119,12 +120,12 @@ class Writer:
         module: nnx.Module,
         *,
         dtype: DTypeLike,
-        slot_experts: Sequence[int],
+        slot_experts: SlotExperts,
         extra_files: Iterable[Path] = (),
     ):
         self._directory, self._extra_files = Path(directory), tuple(extra_files)
         self._missing = parts(module, dtype)
-        self._dtype, self._slot_experts = np.dtype(dtype).name, list(slot_experts)
+        self._dtype, self._slot_experts = np.dtype(dtype).name, _same_or_by_layer(slot_experts)
         self._arrays: dict[str, Stored] = {}
         self._checksums: dict[str, dict[str, int]] = {}
 
@@ -182,6 +183,14 @@ class Writer:
         publish(self._partial, self._directory)
 
 
+def _same_or_by_layer(slot_experts: Any) -> SlotExperts:
+    """As a manifest keeps it: one tuple where all layers are alike, else one by layer (JSON has names for numbers)."""
+    if not isinstance(slot_experts, Mapping):
+        return tuple(slot_experts)
+    layers = {int(layer): tuple(slots) for layer, slots in slot_experts.items()}
+    return next(iter(layers.values())) if len(set(layers.values())) == 1 else layers
+
+
 def is_sharded(directory: str | Path) -> bool:
     """Whether a folder is, or claims to be, a sharded checkpoint of this project."""
     return os.path.lexists(Path(directory) / MANIFEST_NAME)
@@ -210,7 +219,8 @@ def read_manifest(directory: str | Path) -> Manifest:
             str(name): Stored(tuple(s["shape"]), str(s["dtype"]), tuple(s["chunk"]), str(s["part"]))
             for name, s in raw["arrays"].items()
         }
-        slots, files = tuple(raw["slot_experts"]), {str(name): int(size) for name, size in raw["files"].items()}
+        slots = _same_or_by_layer(raw["slot_experts"])
+        files = {str(name): int(size) for name, size in raw["files"].items()}
         manifest = Manifest(arrays, slots, str(raw["dtype"]), files)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path}: broken manifest: {error!r}") from None
@@ -232,7 +242,7 @@ def restore(
     rules: Rules,
     *,
     dtype: DTypeLike,
-    slot_experts: Sequence[int],
+    slot_experts: SlotExperts,
     progress: Progress | None = None,
     workers: int = 8,
 ) -> Parameters:
@@ -276,7 +286,7 @@ class Reader:
                 continue
             expected = declaration.shape
             if declaration.stacked:
-                expected = (len(self.manifest.slot_experts), *expected[1:])
+                expected = (len(slots_of_layer(self.manifest.slot_experts, declaration.path)), *expected[1:])
             if stored.shape != expected:
                 problems.append(f"{self.directory}: {name}: has shape {list(stored.shape)}, expected {list(expected)}")
             kind = np.dtype(stored.dtype)
@@ -294,7 +304,7 @@ class Reader:
         return sum(math.prod(block.shape) for block, _ in self._blocks(declaration)) * declaration.dtype.itemsize
 
     def read(
-        self, declarations: Iterable[Declaration], slot_experts: Sequence[int], count: Counter
+        self, declarations: Iterable[Declaration], slot_experts: SlotExperts, count: Counter
     ) -> dict[declared.Path, jax.Array]:
         """Some arrays on the mesh. Host memory holds one array's local part and a chunk for each thread."""
         leaves = {}
@@ -312,11 +322,16 @@ class Reader:
         return [(block, devices) for block, devices in held if devices]
 
     def _read(
-        self, declaration: Declaration, slot_experts: Sequence[int], pool: concurrent.futures.Executor
+        self, declaration: Declaration, slot_experts: SlotExperts, pool: concurrent.futures.Executor
     ) -> jax.Array:
         name = _name(declaration.path)
         stored = self.manifest.arrays[name]
-        source = {expert: slot for slot, expert in reversed([*enumerate(self.manifest.slot_experts)])}
+        wanted: Sequence[int] = ()
+        source: dict[int, int] = {}
+        if declaration.stacked:
+            wanted = slots_of_layer(slot_experts, declaration.path)
+            held = slots_of_layer(self.manifest.slot_experts, declaration.path)
+            source = {expert: slot for slot, expert in reversed([*enumerate(held)])}
         hosts: list[tuple[np.ndarray, list[Device]]] = []
         places: dict[tuple[int, ...], list[tuple[np.ndarray, tuple[slice, ...]]]] = defaultdict(list)
         for block, devices in self._blocks(declaration):
@@ -327,7 +342,7 @@ class Reader:
                 _place(places, stored.chunk, inner, host)
                 continue
             for slot in range(block.slot, block.slot_end):
-                expert = slot_experts[slot]
+                expert = wanted[slot]
                 if expert == EMPTY:
                     continue
                 if expert not in source:

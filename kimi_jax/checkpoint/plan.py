@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from kimi_jax.checkpoint.safetensors import DTYPE_BYTES, NUMPY_DTYPES, CheckpointError, Tensor, describe
-from kimi_jax.parallel.placement import EMPTY
+from kimi_jax.parallel.placement import EMPTY, SlotExperts, slots_of_layer
 from kimi_jax.parameters import Declaration, Rules, declarations
 from kimi_jax.quantization import CODES_PER_WORD
 
@@ -183,7 +183,7 @@ def plan(
     *,
     dtype: DTypeLike,
     num_experts: int,
-    slot_experts: Sequence[int] | None = None,
+    slot_experts: SlotExperts | None = None,
     skip: Sequence[str] = SKIPPED_FAMILIES,
     process_of: "Mapping[Device, int] | None" = None,
 ) -> Plan:
@@ -196,7 +196,8 @@ def plan(
       mesh, rules: where the arrays lie.
       dtype: type of the weights that have none of their own.
       num_experts: experts of a layer in the checkpoint.
-      slot_experts: expert in each slot, `EMPTY` for none; by default slot i holds expert i and the rest is empty.
+      slot_experts: expert in each slot, `EMPTY` for none, of all layers alike or by layer; by default slot i holds
+        expert i and the rest is empty.
       skip: beginnings of the keys that are not used.
       process_of: process of each device; by default its own.
 
@@ -277,12 +278,13 @@ def _tensor_shape(declaration: Declaration) -> tuple[int, ...]:
     return declaration.shape[1:] if declaration.stacked else declaration.shape
 
 
-def _slots(declaration: Declaration, num_experts: int, slot_experts: Sequence[int] | None) -> tuple[int, ...]:
+def _slots(declaration: Declaration, num_experts: int, slot_experts: SlotExperts | None) -> tuple[int, ...]:
     count, where = declaration.shape[0], ".".join(map(str, declaration.path))
     if slot_experts is None:
         if count < num_experts:
             raise CheckpointError(f"{where}: {count} slots cannot hold the {num_experts} experts of the checkpoint")
         return (*range(num_experts), *[EMPTY] * (count - num_experts))
+    slot_experts = slots_of_layer(slot_experts, declaration.path)
     if len(slot_experts) != count:
         raise CheckpointError(f"{where}: {count} slots, but experts were given for {len(slot_experts)}")
     absent = set(range(num_experts)) - set(slot_experts)

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from kimi_jax import parameters as declared
 from kimi_jax.checkpoint.safetensors import DTYPE_BYTES, INDEX_NAME, NUMPY_DTYPES, CheckpointError, encode_header
-from kimi_jax.parallel.placement import EMPTY
+from kimi_jax.parallel.placement import EMPTY, SlotExperts, slots_of_layer
 from kimi_jax.parameters import Declaration, Parameters
 from kimi_jax.quantization import CODES_PER_WORD, Int4Weight
 
@@ -36,7 +36,7 @@ def save(
     *,
     dtype: DTypeLike,
     num_experts: int,
-    slot_experts: Sequence[int] | None = None,
+    slot_experts: SlotExperts | None = None,
     extra_files: Iterable[Path] = (),
 ) -> None:
     """Writes parameters as an HF checkpoint folder; called by every process with the same arguments.
@@ -87,12 +87,12 @@ class Writer:
         *,
         dtype: DTypeLike,
         num_experts: int,
-        slot_experts: Sequence[int] | None = None,
+        slot_experts: SlotExperts | None = None,
         extra_files: Iterable[Path] = (),
     ):
         self._directory = self._partial = Path(directory)
         self._prefix, self._num_experts = config_prefix, num_experts
-        self._slot_experts = tuple(range(num_experts)) if slot_experts is None else tuple(slot_experts)
+        self._slot_experts: SlotExperts = range(num_experts) if slot_experts is None else slot_experts
         self._config_json, self._extra_files = config_json, tuple(extra_files)
         self._missing = {d.path: d for d in declared.declarations(module, dtype)}
         self._shards = self._layout()
@@ -150,6 +150,7 @@ class Writer:
             raise CheckpointError(f"{declaration.path}: has shape {array.shape}, expected {declaration.shape}")
         if declaration.fixed and array.dtype != declaration.dtype:
             raise CheckpointError(f"{declaration.path}: is {array.dtype}, expected {declaration.dtype}")
+        slot_experts = slots_of_layer(self._slot_experts, declaration.path) if declaration.stacked else ()
         for shard in array.addressable_shards:
             if shard.replica_id:
                 continue
@@ -159,8 +160,8 @@ class Writer:
                 self._write(self._prefix + declaration.key(), declaration.shape, bounds, data)
                 continue
             for slot in range(*bounds[0]):
-                expert = self._slot_experts[slot] if slot < len(self._slot_experts) else EMPTY
-                if expert == EMPTY or self._slot_experts.index(expert) != slot:
+                expert = slot_experts[slot] if slot < len(slot_experts) else EMPTY
+                if expert == EMPTY or slot_experts.index(expert) != slot:
                     continue
                 key = self._prefix + declaration.key(expert)
                 self._write(key, declaration.shape[1:], bounds[1:], data[slot - bounds[0][0]])

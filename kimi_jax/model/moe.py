@@ -10,8 +10,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.layers import GatedMLP
+from kimi_jax.parallel.counters import report_loads
 from kimi_jax.parallel.exchange import Exchange
-from kimi_jax.parallel.placement import Placement
+from kimi_jax.parallel.placement import Placement, PlacementTable
 from kimi_jax.parameters import int4_stack, weight
 from kimi_jax.quantization import Int4Weight
 from pallas_kernels.int4_moe import int4_moe
@@ -91,25 +92,33 @@ def _int4(parameter: nnx.Param) -> Int4Weight:
     return value
 
 
+def _counts(experts: Int[Array, "rows top_k"], real: Bool[Array, "rows 1"], num_experts: int) -> Int[Array, " experts"]:
+    return jnp.zeros(num_experts, jnp.int32).at[experts].add(jnp.broadcast_to(real, experts.shape).astype(jnp.int32))
+
+
 class MixtureOfExperts(nnx.Module):
-    """Routed experts wherever they are, plus the shared expert, which is neither gated nor scaled."""
+    """Routed experts wherever they are, plus the shared expert, which is neither gated nor scaled.
+
+    A program that moves experts sets `placement` to a table of its arguments; otherwise it is part of the program.
+    """
 
     def __init__(self, config: ModelConfig, placement: Placement, exchange: Exchange, make_experts: MakeExperts):
         self.gate = Router(config)
         self.experts = make_experts(config, placement.num_slots)
         self.shared_experts = GatedMLP(config.hidden_size, config.n_shared_experts * config.moe_intermediate_size)
-        self.placement = placement
+        self.placement: Placement | PlacementTable = placement
         self.exchange = exchange
 
     def __call__(
         self, x: Float[Array, "requests rows hidden"], valid: Bool[Array, "requests rows"]
     ) -> Float[Array, "requests rows hidden"]:
         """This tp rank's part of the output, to be summed over tp; padding rows are routed nowhere."""
-        rows = x.reshape(-1, x.shape[-1])
+        rows, real = x.reshape(-1, x.shape[-1]), valid.reshape(-1, 1)
         with jax.named_scope("router"):
             experts, weights = self.gate(rows)
             slots = self.placement.slots_of(experts)
-            slots = jnp.where(valid.reshape(-1, 1), slots, self.placement.num_slots)
+            slots = jnp.where(real, slots, self.placement.num_slots)
+            report_loads(lambda: _counts(experts, real, self.gate.config.n_routed_experts))
         with jax.named_scope("experts"):
             routed = self.exchange(rows, slots, weights, self.experts, self.experts.num_local)
         with jax.named_scope("shared_expert"):

@@ -5,7 +5,7 @@ token is a tree of one node.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -67,15 +67,15 @@ class DecoderLayer(nnx.Module):
     """x + attention(norm x), then + mlp(norm ·); each half ends in one sum over tp."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, placement: Placement, exchange: Exchange, make_experts: MakeExperts
-    ):
+        self, config: ModelConfig, layer: int, placement: Placement | None, exchange: Exchange,
+        make_experts: MakeExperts,
+    ):  # fmt: skip
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = LatentAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        dense = layer < config.first_k_dense_replace
         self.mlp = (
             GatedMLP(config.hidden_size, config.intermediate_size)
-            if dense
+            if placement is None
             else MixtureOfExperts(config, placement, exchange, make_experts)
         )
 
@@ -101,11 +101,13 @@ class DecoderLayer(nnx.Module):
 class Transformer(nnx.Module):
     """Embedding, layers and final norm."""
 
-    def __init__(self, config: ModelConfig, placement: Placement, exchange: Exchange, make_experts: MakeExperts):
+    def __init__(
+        self, config: ModelConfig, placements: Mapping[int, Placement], exchange: Exchange, make_experts: MakeExperts
+    ):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nnx.List(
             [
-                DecoderLayer(config, layer, placement, exchange, make_experts)
+                DecoderLayer(config, layer, placements.get(layer), exchange, make_experts)
                 for layer in range(config.num_hidden_layers)
             ]
         )
@@ -133,20 +135,29 @@ class CausalLM(nnx.Module):
     """The whole language model. Building it allocates nothing: see `parameters`.
 
     Attribute names are the checkpoint's, so a weight's path in this tree is its key in the file.
+
+    Args:
+      placement: of the experts of all layers alike, or one for each layer that has experts, in order.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        placement: Placement | None = None,
+        placement: Placement | Sequence[Placement] | None = None,
         exchange: Exchange = allgather,
         make_experts: MakeExperts = Experts,
     ):
         placement = placement or even_placement(config.n_routed_experts, 1)
-        self.model = Transformer(config, placement, exchange, make_experts)
+        layers = range(config.first_k_dense_replace, config.num_hidden_layers)
+        each = placement if isinstance(placement, Sequence) else [placement] * max(1, len(layers))
+        placements = dict(zip(layers, each, strict=bool(layers)))
+        self.model = Transformer(config, placements, exchange, make_experts)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, ("vocab", None))
         self.config = config
-        self.placement = placement
+        self.placement = each[0]
+        """Of the first layer that has experts; the others have as many slots, by default with the same experts."""
+        self.slot_experts = {layer: placement.slot_experts for layer, placement in placements.items()}
+        """Expert in each slot, by layer, as checkpoints are read and written."""
 
     def logits(self, hidden: Float[Array, "*rows hidden"]) -> Float[Array, "*rows vocab"]:
         """Float32 logits of this tp rank's part of the vocabulary."""

@@ -1,7 +1,10 @@
 """Which expert lies in which slot: ranks hold equally many slots; spare ones stay empty or hold replicas."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
@@ -9,6 +12,44 @@ from jaxtyping import Array, Int
 from kimi_jax.parallel.collectives import axis_index
 
 EMPTY = -1
+
+SlotExperts = Sequence[int] | Mapping[int, Sequence[int]]
+"""Expert in each slot, EMPTY for none: of all layers alike, or by layer."""
+
+
+def slots_of_layer(slot_experts: SlotExperts, path: Sequence[str | int]) -> Sequence[int]:
+    """Experts in the slots of the stack at `path` in the parameters, whose only number is its layer."""
+    if not isinstance(slot_experts, Mapping):
+        return slot_experts
+    return slot_experts[next(name for name in path if isinstance(name, int))]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PlacementTable:
+    """A placement as arrays, so that a compiled program takes any placement with as many slots."""
+
+    slots: Int[Array, " slots"]
+    """Ordered by the expert they hold; empty ones last."""
+    starts: Int[Array, " experts"]
+    """Where each expert's slots begin."""
+    counts: Int[Array, " experts"]
+    """Slots of each expert, one at least."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots over all ranks, empty ones included."""
+        return self.slots.shape[0]
+
+    def slots_of(self, experts: Int[Array, "rows ..."]) -> Int[Array, "rows ..."]:
+        """The slot that serves each row's experts; an empty slot is never among them.
+
+        Replicas take turns by the number of the row, counted on from one ep rank to the next: rows i and i + 1 go to
+        different replicas, and the same row to the same replica every time.
+        """
+        rows = experts.shape[0]
+        row = axis_index("ep") * rows + jnp.arange(rows).reshape(-1, *[1] * (experts.ndim - 1))
+        return self.slots[self.starts[experts] + row % self.counts[experts]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,20 +77,19 @@ class Placement:
         return len(self.slot_experts)
 
     def slots_of(self, experts: Int[Array, "rows ..."]) -> Int[Array, "rows ..."]:
-        """The slot that serves each row's experts; an empty slot is never among them.
+        """As `PlacementTable.slots_of`, the placement part of the program; one look-up where nothing is replicated."""
+        table = self.table()
+        if table.counts.max() == 1:
+            return jnp.asarray(table.slots[table.starts])[experts]
+        return jax.tree.map(jnp.asarray, table).slots_of(experts)
 
-        Replicas take turns by the number of the row, counted on from one ep rank to the next: rows i and i + 1 go to
-        different replicas, and the same row to the same replica every time.
-        """
-        slots = np.array(self.slot_experts)
-        replicas = [np.flatnonzero(slots == expert) for expert in range(self.num_experts)]
-        counts = np.array([len(held) for held in replicas])
-        table = np.stack([np.resize(held, counts.max()) for held in replicas]).astype(np.int32)
-        if counts.max() == 1:
-            return jnp.asarray(table[:, 0])[experts]
-        rows = experts.shape[0]
-        row = axis_index("ep") * rows + jnp.arange(rows).reshape(-1, *[1] * (experts.ndim - 1))
-        return jnp.asarray(table)[experts, row % jnp.asarray(counts, jnp.int32)[experts]]
+    def table(self) -> PlacementTable:
+        """The same as arrays of the host."""
+        held = np.array(self.slot_experts)
+        order = np.argsort(np.where(held == EMPTY, self.num_experts, held), kind="stable")
+        counts = np.bincount(held[held != EMPTY], minlength=self.num_experts)
+        starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
+        return PlacementTable(*(cast(Array, values.astype(np.int32)) for values in (order, starts, counts)))
 
 
 def even_placement(num_experts: int, ranks: int) -> Placement:

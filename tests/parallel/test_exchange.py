@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from kimi_jax.parallel.counters import counting
 from kimi_jax.parallel.exchange import (
     allgather,
     alltoall,
     auto,
     buffer_rows,
-    collect_overflows,
     ragged,
     tensor,
 )
@@ -126,9 +126,9 @@ def runner(backend, machine: Preset, devices=None):
             stacks = (gate.packed, gate.scale, up.packed, up.scale, down.packed, down.scale)
             return int4_moe(x, ids, w, *stacks).astype(x.dtype)
 
-        with collect_overflows() as overflows:
+        with counting() as counted:
             partial = backend(rows, slots, weights, experts, num_local, expert_axes=layout.expert_axes)
-        overflow = overflows[0] if overflows else jnp.bool_(False)
+        overflow = counted.overflows[0] if counted.overflows else jnp.bool_(False)
         return jax.lax.psum(partial, "tp"), jax.lax.psum(overflow.astype(jnp.int32), "tp")[None]
 
     batch = PartitionSpec(("dp", "ep"))

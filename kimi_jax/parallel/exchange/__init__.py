@@ -7,7 +7,7 @@ the rows that are due, on GPUs. `tensor` is for experts cut along their width, w
 
 from kimi_jax.parallel.exchange.all_gather import allgather
 from kimi_jax.parallel.exchange.all_to_all import alltoall, auto, buffer_rows
-from kimi_jax.parallel.exchange.base import Exchange, LocalExperts, collect_overflows, gather_together
+from kimi_jax.parallel.exchange.base import Exchange, LocalExperts, gather_together
 from kimi_jax.parallel.exchange.expert_width import tensor
 from kimi_jax.parallel.exchange.ragged_all_to_all import ragged
 
@@ -28,7 +28,6 @@ __all__ = [
     "alltoall",
     "auto",
     "buffer_rows",
-    "collect_overflows",
     "gather_together",
     "ragged",
     "tensor",

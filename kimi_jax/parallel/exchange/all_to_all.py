@@ -13,13 +13,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.parallel.collectives import axis_size
+from kimi_jax.parallel.counters import report_overflow
 from kimi_jax.parallel.exchange.all_gather import allgather
 from kimi_jax.parallel.exchange.base import (
     LocalExperts,
     column_ranks,
     local_slots,
     pack_columns,
-    report_overflow,
     unpack_columns,
 )
 
@@ -73,7 +73,7 @@ def alltoall(
     """Each rank gets the rows that chose it, once each, from their rank with its own place on tp.
 
     Every buffer carries its sender's word on whether any of its buffers overflowed, so that all ranks of the exchange
-    know and take `allgather` together; no message is spent on asking, and `collect_overflows` hears of it.
+    know and take `allgather` together; no message is spent on asking, and `counters.counting` hears of it.
 
     Args:
       capacity: rows of a buffer; `buffer_rows` by default.

@@ -1,14 +1,12 @@
 """The signature that all exchanges share, and how arrays of several types travel in one message."""
 
-import contextlib
-import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
+from jaxtyping import Array, Float, Int, Shaped, UInt32
 
 from kimi_jax.parallel.collectives import all_gather, axis_index, axis_size
 
@@ -50,35 +48,6 @@ def column_ranks(expert_axes: tuple[str, ...]) -> Int[Array, " ep"]:
     """Expert ranks that this device exchanges with, by their place on ep: those of its own place on tp."""
     places = jnp.arange(axis_size("ep"))
     return places * axis_size("tp") + axis_index("tp") if "tp" in expert_axes else places
-
-
-_COLLECTED: contextvars.ContextVar[list[Bool[Array, ""]] | None] = contextvars.ContextVar("overflows", default=None)
-
-
-@contextlib.contextmanager
-def collect_overflows() -> Iterator[list[Bool[Array, ""]]]:
-    """Inside, each exchange that is traced appends whether its rows overflowed their buffers in this step.
-
-    The list is filled while tracing, so it must be read by the same traced function that opened it, as a model's
-    forward does to leave the sum in its output:
-
-        with collect_overflows() as overflows:
-            ...  # all layers
-        count = sum(overflow.astype(jnp.int32) for overflow in overflows)
-    """
-    collected: list[Bool[Array, ""]] = []
-    token = _COLLECTED.set(collected)
-    try:
-        yield collected
-    finally:
-        _COLLECTED.reset(token)
-
-
-def report_overflow(overflow: Bool[Array, ""]) -> None:
-    """Tells `collect_overflows`, where there is one."""
-    collected = _COLLECTED.get()
-    if collected is not None:
-        collected.append(overflow)
 
 
 def gather_together(arrays: Sequence[Array], axis: str) -> list[Array]:
