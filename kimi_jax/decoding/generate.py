@@ -16,7 +16,6 @@ from kimi_jax.parallel.sharding import REQUESTS
 from kimi_jax.parameters import Parameters
 
 SMALLEST_CHUNK = 16
-CACHE_MULTIPLE = 64
 
 
 class NonFiniteLogitsError(RuntimeError):
@@ -90,7 +89,7 @@ def prefill(
     longest = max(map(len, prompts))
     chunk = min(limits.prefill_chunk, _power_of_two(longest))
     steps = programs.speculation.max_depth + 1
-    capacity = _round_up(longest + limits.max_new_tokens + steps, CACHE_MULTIPLE)
+    capacity = _round_up(longest + limits.max_new_tokens + steps, programs.cache_multiple)
     padded = [*prompts, *[[] for _ in range(requests - len(prompts))]]
 
     def place(values: np.ndarray) -> Array:
