@@ -30,6 +30,7 @@ from kimi_jax.cli import (
     open_engine,
     table_console,
 )
+from kimi_jax.parallel import processes
 from meshes.devices import simulate, use_cpu_if_no_gpu
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ def run_logits(options: LogitsOptions) -> None:
         with bar_on(status) as bar:
             task = bar.add_task("tokens", total=len(sequences[0]))
             values = logits(opened.engine, sequences, lambda done, total: bar.update(task, completed=done))
-        np.savez(options.output, logits=values)
+        if processes.this().prints:
+            np.savez(options.output, logits=values)
         shape = " × ".join(map(str, values.shape))
         status.print(f"{options.output}: logits {shape} float32 ({opened.where})", style="dim", highlight=False)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -11,17 +12,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kimi_jax.decoding.engine import Engine
+from kimi_jax.decoding.programs import BATCH_AXES, CACHE_MULTIPLE
 from kimi_jax.decoding.sampling import Sampling, next_tokens
 from kimi_jax.model.cache import Cache, commit, empty_cache
 from kimi_jax.model.transformer import CausalLM, Output, causal_rows
+from kimi_jax.parallel import host_arrays
 from kimi_jax.parallel.collectives import all_gather, all_reduce, axis_index
-from kimi_jax.parallel.sharding import REQUESTS
+from kimi_jax.parallel.sharding import REQUESTS, cache_axis, cache_spec
 from kimi_jax.parameters import Parameters, bind, specs
 
 CHUNK = 512
 """Rows that a step runs for each request."""
 SMALLEST_LENGTH = 16
-BATCH_AXES = ("dp", "ep")
 
 Read = Callable[[CausalLM, Output, Int[Array, "requests rows"]], PyTree]
 """What is kept of a step: model, its output and each row's target to arrays [requests, rows, …]; see `logits_of`."""
@@ -76,7 +78,9 @@ def force(
     lengths = [len(ids) for ids in inputs]
     longest = max(length, *lengths, SMALLEST_LENGTH)
     chunk = min(chunk, 1 << (longest - 1).bit_length())
-    capacity = -(-longest // chunk) * chunk
+    axis = cache_axis(engine.rules)
+    cached = math.lcm(chunk, CACHE_MULTIPLE * (1 if axis is None else engine.mesh.shape[axis]))
+    capacity = -(-longest // cached) * cached
     multiple = engine.mesh.shape["dp"] * engine.mesh.shape["ep"]
     requests = -(-max(requests, len(inputs)) // multiple) * multiple
 
@@ -86,20 +90,22 @@ def force(
             result[row, : len(ids)] = ids
         return result
 
-    sharding = NamedSharding(engine.mesh, REQUESTS)
     tokens, wanted = padded(inputs), padded(targets or [])
     step = _step(engine.model, engine.mesh, tuple(engine.rules.items()), read, tap_layers)
-    make_cache = functools.partial(empty_cache, engine.config, requests, capacity, engine.dtype)
-    cache = jax.jit(make_cache, out_shardings=sharding)()
+    make_cache = functools.partial(empty_cache, engine.config, requests, capacity, engine.dtype, axis)
+    cache = jax.jit(make_cache, out_shardings=NamedSharding(engine.mesh, cache_spec(engine.rules)))()
+    ends = np.zeros(requests, np.int32)
+    ends[: len(inputs)] = lengths
     for first in range(0, max(lengths), chunk):
-        counts = np.zeros(requests, np.int32)
-        counts[: len(inputs)] = np.clip(np.asarray(lengths) - first, 0, chunk)
+        if engine.watchdog is not None:
+            engine.watchdog.beat()
+        before = np.minimum(ends, first)
+        counts = np.minimum(ends, first + chunk) - before
         columns = slice(first, first + chunk)
-        placed = jax.device_put(
-            (np.minimum(first, np.append(lengths, [0] * (requests - len(lengths)))).astype(np.int32), counts,
-             tokens[:, columns], wanted[:, columns]),
-            sharding,
-        )  # fmt: skip
+        placed = [
+            host_arrays.place(values, engine.mesh, REQUESTS)
+            for values in (before, counts, tokens[:, columns], wanted[:, columns])
+        ]
         with jax.default_matmul_precision("highest"):
             cache, values = step(engine.parameters["target"], cache, *placed)
         kept = jax.tree.map(lambda x: np.asarray(x)[: len(inputs)], values)
@@ -118,8 +124,9 @@ def _step(model: CausalLM, mesh: Mesh, rules: tuple, read: Read, tap_layers: tup
         kept = jax.tree.map(lambda x: all_gather(x, BATCH_AXES), read(bound, output, targets))
         return commit(cache, output.latents, lengths), kept
 
-    in_specs = (specs(model, dict(rules)), *[REQUESTS] * 5)
-    out_specs = (REQUESTS, PartitionSpec())  # every process reads all that is kept
+    cache_places = cache_spec(dict(rules))
+    in_specs = (specs(model, dict(rules)), cache_places, *[REQUESTS] * 4)
+    out_specs = (cache_places, PartitionSpec())  # every process reads all that is kept
     mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return jax.jit(mapped, donate_argnums=(1,))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from kimi_jax.decoding.engine import Engine
 from kimi_jax.evaluation.forcing import score, strided
+from kimi_jax.parallel import host_arrays, processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,18 +76,23 @@ def read_documents(engine: Engine, files: Sequence[Path], *, bos: bool) -> list[
 
 
 class Journal:
-    """Windows already scored, a line each behind a line that says of what; a run that was stopped goes on from it."""
+    """Windows already scored, a line each behind a line that says of what; a run that was stopped goes on from it.
+
+    Of several processes the first writes, and all must see the file.
+    """
 
     def __init__(self, path: Path | None, run: dict[str, Any]):
         """Opens or begins the file. Raises ValueError where it belongs to another run, naming what differs."""
         self.nats: dict[int, float] = {}
         self._path = path
+        self._writes = processes.this().prints
         if path is None:
             return
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         if lines and not lines[-1].endswith("\n"):  # being written when the run was stopped
             lines.pop()
-            path.write_text("".join(lines))
+            if self._writes:
+                path.write_text("".join(lines))
         if not lines:
             self._append(run)
             return
@@ -102,11 +108,11 @@ class Journal:
     def add(self, window: int, nats: float) -> None:
         """Keeps one window's result."""
         self.nats[window] = nats
-        if self._path is not None:
-            self._append({"window": window, "nats": nats})
+        self._append({"window": window, "nats": nats})
 
     def _append(self, line: dict[str, Any]) -> None:
-        assert self._path is not None
+        if self._path is None or not self._writes:
+            return
         with self._path.open("a") as stream:
             stream.write(json.dumps(line) + "\n")
 
@@ -152,6 +158,7 @@ def perplexity(
     texts = hashlib.sha256(json.dumps([document.ids for document in documents]).encode()).hexdigest()
     run = {"checkpoint": checkpoint, "texts": texts, "window": window, "stride": stride, "dtype": str(engine.dtype)}
     done = Journal(journal, run)
+    host_arrays.require_agreement("texts, options or finished windows", (run, sorted(done.nats)))
     left = [index for index in range(len(cut)) if index not in done.nats]
     longest = max(len(part.inputs) for _, part in cut)
     for first in range(0, len(left), batch):
