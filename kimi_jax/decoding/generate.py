@@ -44,6 +44,8 @@ class Limits:
     """Prompt tokens a prefill step runs for each request."""
     rounds_per_dispatch: int = 8
     """Rounds the device runs before the host looks; the first dispatch runs one, so that text starts early."""
+    least_capacity: int = 1
+    """Cached positions to provide for each request at least: batches that give the same share compiled programs."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -89,7 +91,9 @@ def prefill(
     longest = max(map(len, prompts))
     chunk = min(limits.prefill_chunk, _power_of_two(longest))
     steps = programs.speculation.max_depth + 1
-    capacity = _round_up(longest + limits.max_new_tokens + steps, programs.cache_multiple)
+    capacity = _round_up(
+        max(longest + limits.max_new_tokens + steps, limits.least_capacity), programs.cache_multiple
+    )
     padded = [*prompts, *[[] for _ in range(requests - len(prompts))]]
 
     def place(values: np.ndarray) -> Array:
