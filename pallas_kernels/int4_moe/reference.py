@@ -1,8 +1,9 @@
 """The specification of the operation in plain JAX: runs on every platform, and is what the CPU uses.
 
-Work is proportional to the routed pairs, in one of two forms that give the same values up to float32 rounding:
-few pairs unpack one expert per pair and multiply in one batched product; many pairs walk the tiles of `routing`,
-unpacking each tile's expert once. Everything is computed in float32.
+Three forms give the same values up to float32 rounding. Fewer pairs than slots unpack one expert per pair and multiply
+in one batched product. More pairs unpack each slot once: all of a small stack together, with plain matrix products
+over every row and slot of which the chosen are kept, or tile by tile along `routing` where the stack is large, with
+work proportional to the pairs. Everything is computed in float32.
 """
 
 from typing import Literal
@@ -14,13 +15,13 @@ from jaxtyping import Array, BFloat16, Float, Int
 
 from pallas_kernels.int4_moe.routing import combine, gather_rows, group_pairs, varying_over
 
-# Largest number of weights (pairs x weights of an expert) the per-pair form unpacks. Measured on two CPU cores, hidden
-# 128, 16 experts, top-4: 64 pairs x 24,576 weights take 0.33 ms per pair against 0.66 ms by tiles; 256 pairs 2.8
-# against 1.2 ms; 16 pairs x 98,304 weights 0.38 against 1.3 ms; 64 pairs 1.9 against 1.8 ms.
-PER_PAIR_WEIGHTS = 4_000_000
+# Largest number of weights unpacked at once, 16 MB as float32. Measured on two CPU cores inside a loop, hidden 128,
+# width 64, 16 slots, top-4, µs a layer by pairs, tiles and dense: 9 rows 1,011, 642, 81; 17 rows 1,533, 763, 243;
+# 256 rows 28,700, 3,820, 1,590 (XLA moves the dense form's unpacking out of the loop).
+UNPACKED_WEIGHTS = 4_000_000
 TILE_ROWS = (8, 16, 32, 64, 128)
 
-Form = Literal["pairs", "tiles"]
+Form = Literal["pairs", "dense", "tiles"]
 
 
 def dequantize(
@@ -52,15 +53,22 @@ def int4_moe_reference(
 ) -> Float[Array, "rows hidden"]:
     """Σ_k weight · down(silu(gate x) · up x) over the experts of each row that live here, in float32.
 
-    Ids outside 0..slots-1 contribute nothing. `form` overrides the choice between the two forms.
+    Ids outside 0..slots-1 contribute nothing. `form` overrides the choice of the form.
     """
     rows, hidden = x.shape
     if expert_ids.size == 0:
         return jnp.zeros((rows, hidden), jnp.float32)
     weights = (gate_packed, gate_scale, up_packed, up_scale, down_packed, down_scale)
-    unpacked = expert_ids.size * 8 * sum(w[0].size for w in (gate_packed, up_packed, down_packed))
-    form = form or ("pairs" if unpacked <= PER_PAIR_WEIGHTS else "tiles")
-    return (_by_pairs if form == "pairs" else _by_tiles)(x, expert_ids, expert_weights, *weights)
+    form = form or _fewest_unpacked(expert_ids.size, gate_packed.shape[0], weights)
+    compute = {"pairs": _by_pairs, "dense": _dense, "tiles": _by_tiles}[form]
+    return compute(x, expert_ids, expert_weights, *weights)
+
+
+def _fewest_unpacked(pairs: int, slots: int, weights) -> Form:
+    expert = 8 * sum(packed[0].size for packed in weights[::2])
+    if min(pairs, slots) * expert > UNPACKED_WEIGHTS:
+        return "tiles"
+    return "pairs" if pairs < slots else "dense"
 
 
 def _by_pairs(x, expert_ids, expert_weights, *weights):
@@ -76,6 +84,30 @@ def _by_pairs(x, expert_ids, expert_weights, *weights):
     # `where` and not a zero weight: what a foreign pair computes, an infinity included, must not reach the sum.
     y = jnp.where(here[..., None], y * expert_weights.astype(jnp.float32)[..., None], 0.0)
     return jnp.sum(y, axis=1)
+
+
+def _dense(x, expert_ids, expert_weights, gate_packed, gate_scale, up_packed, up_scale, down_packed, down_scale):
+    (rows, _), (slots, width, _) = x.shape, gate_packed.shape
+    x = x.astype(jnp.float32)
+
+    def project(packed: jax.Array, scale: jax.Array) -> jax.Array:
+        w = _unpack_transposed(packed.reshape(-1, packed.shape[-1]), scale.reshape(-1, scale.shape[-1]))
+        y = jnp.dot(x, w, precision="highest")
+        return y.reshape(rows, slots, width)
+
+    gated = jax.nn.silu(project(gate_packed, gate_scale)) * project(up_packed, up_scale)
+    y = jnp.einsum("rsn,snk->srk", gated, _unpack_transposed(down_packed, down_scale), precision="highest")
+    chosen = expert_ids == jnp.arange(slots)[:, None, None]
+    weight = jnp.sum(jnp.where(chosen, expert_weights.astype(jnp.float32), 0.0), axis=-1)
+    return jnp.sum(jnp.where(chosen.any(axis=-1)[..., None], y * weight[..., None], 0.0), axis=0)
+
+
+def _unpack_transposed(packed, scale):
+    """`dequantize` as [*batch, in, out], which a product takes as it is: along `out` the loop is of plain vectors."""
+    words, groups = packed.swapaxes(-1, -2), scale.swapaxes(-1, -2).astype(jnp.float32)
+    nibbles = (words[..., None, :] >> (4 * jnp.arange(8, dtype=jnp.int32))[:, None]) & 15
+    values = (nibbles - 8).astype(jnp.float32).reshape(*groups.shape[:-1], -1, groups.shape[-1])
+    return (values * groups[..., None, :]).reshape(*words.shape[:-2], -1, words.shape[-1])
 
 
 def _by_tiles(x, expert_ids, expert_weights, *weights):

@@ -24,7 +24,7 @@ def reference(problem, x, ids, weights, form=None):
     return compiled(x, ids, weights, *problem.weights(), form=form)
 
 
-@pytest.mark.parametrize("form", ["pairs", "tiles"])
+@pytest.mark.parametrize("form", ["pairs", "dense", "tiles"])
 @pytest.mark.parametrize("rows", [0, 1, 7, 33])
 def test_matches_numpy(rows, form):
     problem = Problem(slots=6, hidden=64, width=96, seed=rows)
@@ -34,7 +34,7 @@ def test_matches_numpy(rows, form):
     assert relative_error(reference(problem, x, ids, weights, form), problem.expected(x, ids, weights)) < 2e-6
 
 
-@pytest.mark.parametrize("form", ["pairs", "tiles"])
+@pytest.mark.parametrize("form", ["pairs", "dense", "tiles"])
 @pytest.mark.parametrize("kind", ROUTINGS)
 def test_adversarial_routing(kind, form):
     problem = Problem(slots=5, hidden=64, width=64, seed=3)
@@ -62,7 +62,7 @@ def test_dequantize_follows_the_published_format():
     np.testing.assert_array_equal(got[0, :8], (np.arange(8) - 8) * 0.5)
 
 
-@pytest.mark.parametrize("form", ["pairs", "tiles"])
+@pytest.mark.parametrize("form", ["pairs", "dense", "tiles"])
 def test_extreme_codes_and_scales(form):
     problem = Problem(slots=3, hidden=64, width=64, seed=4)
     problem.codes[0][:] = 0  # q = -8, which Moonshot's own quantiser never writes
@@ -76,7 +76,7 @@ def test_extreme_codes_and_scales(form):
     assert relative_error(got, problem.expected(x, huge, np.ones((9, 1), np.float32))) < 2e-6
 
 
-@pytest.mark.parametrize("form", ["pairs", "tiles"])
+@pytest.mark.parametrize("form", ["pairs", "dense", "tiles"])
 def test_an_infinite_foreign_row_stays_out(form):
     """A pair that is not here must not leak, not even as 0 x infinity; nor may one row reach another."""
     problem = Problem(slots=4, hidden=64, width=64, seed=5)
