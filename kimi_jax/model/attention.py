@@ -11,17 +11,7 @@ from kimi_jax.model.layers import Linear, RMSNorm
 from kimi_jax.model.rope import inverse_frequencies, rotate_interleaved, rotation
 from kimi_jax.parallel.collectives import all_gather
 from kimi_jax.parallel.context import Queries, attend_in_parts
-from pallas_kernels.tree_attention import prefill_attention, tree_attention
-
-
-def expanded_is_cheaper(config: ModelConfig, rows: int) -> bool:
-    """Whether `rows` rows on one context cost fewer operations with keys and values expanded for every head.
-
-    Absorbed, a row meets a position with 2·(2·kv_lora_rank + rope) operations a head; expanded with
-    2·(nope + rope + v), after 2·kv_lora_rank·(nope + v) once for the position: from 171 rows for K2.6.
-    """
-    saved = 2 * config.kv_lora_rank - config.qk_nope_head_dim - config.v_head_dim
-    return rows * saved >= config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim)
+from pallas_kernels.tree_attention import expanded_pays, prefill_attention, tree_attention
 
 
 class LatentAttention(nnx.Module):
@@ -53,7 +43,7 @@ class LatentAttention(nnx.Module):
     ) -> tuple[Float[Array, "requests rows hidden"], Latents]:
         """This tp rank's part of the output (to be summed over tp), and the rows' own latents for the cache.
 
-        `expanded` picks the form; None takes the one with fewer operations. Both give the same values.
+        `expanded` picks the form; None lets the rows decide (`expanded_pays`). Both give the same values.
         """
         config = self.config
         nope, rank = config.qk_nope_head_dim, config.kv_lora_rank
@@ -67,17 +57,18 @@ class LatentAttention(nnx.Module):
         compressed = self.kv_a_proj_with_mqa(x)
         own = Latents(self.kv_a_layernorm(compressed[..., :rank]), rotate_interleaved(compressed[..., rank:], cos, sin))
         w = self.kv_b_proj.weight[...].reshape(-1, nope + config.v_head_dim, rank)
-        expand = expanded_is_cheaper(config, x.shape[1]) if expanded is None else expanded
+        if expanded is None:
+            expanded = expanded_pays(x.shape[1], kv_lora_rank=rank, nope=nope, v=config.v_head_dim)
 
         def attend(queries: Queries, lengths: Array, ancestors: Array, valid: Array | None = None):
             keys = (cached.latent, cached.rope, lengths, own.latent, own.rope, ancestors)
-            if not expand:
+            if not expanded:
                 return tree_attention(*queries, *keys, scale=config.attention_scale, valid=valid)
             heads = w if cached.axis is None else all_gather(w, cached.axis)
             split = (heads[:, :nope], heads[:, nope:])
             return prefill_attention(*queries, *keys, *split, scale=config.attention_scale, valid=valid)
 
-        if expand:
+        if expanded:
             queries = (q_nope, q_rope)
         else:
             # Both products take all of kv_b_proj: XLA would write its key and value halves anew to multiply by them.
@@ -87,7 +78,7 @@ class LatentAttention(nnx.Module):
             out, _ = attend(queries, lengths, ancestors)
         else:
             out = attend_in_parts(attend, queries, lengths, ancestors, cached.axis)
-        if not expand:
+        if not expanded:
             out = jnp.einsum("brhc,hpc->brhp", out, w)[..., nope:]
         with jax.named_scope("output"):
             return self.o_proj(out.reshape(*out.shape[:-2], -1)), own

@@ -97,9 +97,15 @@ def choose(
     return Choice(name, config, f"{why}: {tiles} query tiles x {config.splits} pieces of the context on {cores} cores")
 
 
-def expanded_pays(rows: int) -> bool:
-    """Whether a chunk of `rows` should take `prefill_attention`: the crossover is data (tuning.json)."""
-    return rows >= tuning()["prefill"]["from_rows"]
+def expanded_pays(rows: int, *, kv_lora_rank: int, nope: int, v: int) -> bool:
+    """Whether a chunk of `rows` rows on one context should take `prefill_attention`.
+
+    A row and head meet a position with 2·(2·kv_lora_rank + rope) operations absorbed and 2·(nope + rope + v)
+    expanded, after 2·kv_lora_rank·(nope + v) once for the position: equal at 171 rows for K2.6. The form changes at
+    a multiple of that, which is data (tuning.json): 1.5, that is 256 rows.
+    """
+    saved, expansion = rows * (2 * kv_lora_rank - nope - v), kv_lora_rank * (nope + v)
+    return saved >= tuning()["prefill"]["times_equal_operations"] * expansion
 
 
 def tuning() -> dict:

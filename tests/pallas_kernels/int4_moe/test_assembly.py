@@ -6,7 +6,6 @@ from meshes.targets import TARGETS
 from pallas_kernels.int4_moe.assembly import assemble
 from pallas_kernels.int4_moe.shapes import expert_parallel, tensor_parallel
 
-IN_DEFAULT_RUN = ("h200", "gb300")
 # Few rows (mma.sync), the tensor-core engines at 16, 32 and 64 rows a tile, the narrowest width, k shared by CTAs.
 SHAPES = {
     "few rows": expert_parallel(64, 48),
@@ -36,7 +35,7 @@ def check(gpu, names):
             assert kernel.opcodes["lop3.b32"] >= 32, name
 
 
-@pytest.mark.parametrize("gpu", IN_DEFAULT_RUN)
+@pytest.mark.parametrize("gpu", TARGETS)
 def test_assembles_without_spills(gpu):
     check(gpu, ["few rows", "64 rows"])
 

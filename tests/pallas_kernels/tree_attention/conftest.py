@@ -1,8 +1,3 @@
-import os
-
-# The interpreter runs every simulated warp and warpgroup on a thread of XLA's pool: it needs more than two.
-os.environ.setdefault("PJRT_NPROC", "32")
-
 import numpy as np
 import pytest
 

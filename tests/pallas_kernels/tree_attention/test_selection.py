@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.tree_attention import Device, blackwell, choose, tree_attention
+from pallas_kernels.tree_attention import Device, blackwell, choose, expanded_pays, tree_attention
 from pallas_kernels.tree_attention.selection import current_device
 from pallas_kernels.tree_attention.shapes import SCALE, SHAPES, Shape, problem
 
@@ -84,6 +84,14 @@ def test_what_a_kernel_cannot_serve_goes_to_the_reference_or_is_an_error_by_name
     assert message in choice.reason
     with pytest.raises(ValueError, match=message):
         choose(**{**SIZES, **change}, device=GB300, implementation="blackwell")
+
+
+def test_heads_are_expanded_from_one_and_a_half_times_the_rows_at_which_operations_are_equal():
+    # 2,176 operations a row absorbed, 640 and once 262,144 expanded: equal at 170.7 rows.
+    k26 = {"kv_lora_rank": 512, "nope": 128, "v": 128}
+    assert [expanded_pays(rows, **k26) for rows in (1, 65, 255, 256, 4096)] == [False, False, False, True, True]
+    # A latent no wider than half a head's key and value saves nothing by being expanded.
+    assert not expanded_pays(10**6, kv_lora_rank=16, nope=16, v=16)
 
 
 def test_an_unknown_name_is_refused():
