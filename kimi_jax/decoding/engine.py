@@ -18,20 +18,22 @@ from kimi_jax.ddtree.budget import ROW_COUNTS, CostTable
 from kimi_jax.decoding.generate import Limits, Progress, generate
 from kimi_jax.decoding.kernels import Pick, picks
 from kimi_jax.decoding.programs import Programs
+from kimi_jax.decoding.rebalance import Rebalancer
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.decoding.speculation import DFlashSpeculation, NoSpeculation, Speculation
 from kimi_jax.decoding.timing import part_seconds
 from kimi_jax.drafter.dflash import DFlash
 from kimi_jax.drafter.loader import load_drafter
 from kimi_jax.model.transformer import CausalLM
+from kimi_jax.parallel.eplb import load_placements
 from kimi_jax.parallel.exchange import BACKENDS
 from kimi_jax.parallel.host_arrays import require_agreement
-from kimi_jax.parallel.placement import even_placement
+from kimi_jax.parallel.placement import EMPTY, Placement, even_placement, slots_of_layer
 from kimi_jax.parallel.processes import Watchdog
 from kimi_jax.parallel.sharding import rules
 from kimi_jax.parameters import Parameters, Rules
 from kimi_jax.tokenizer import Tokenizer
-from meshes.presets import Layout, LayoutError, check_layout
+from meshes.presets import Layout, LayoutError, check_layout, expert_slots
 
 STOP_TOKENS = ("<|im_end|>", "[EOS]")
 """K2.6 ends a turn with <|im_end|> and then [EOS]; config.json names only one of the two."""
@@ -80,6 +82,8 @@ class Engine:
     drafter: DFlash | None = None
     watchdog: Watchdog | None = None
     """Told of every dispatch that has ended."""
+    rebalancer: Rebalancer | None = None
+    """Moves experts between dispatches; then `placement` is among the parameters, and the model's own is outdated."""
 
     @property
     def rules(self) -> Rules:
@@ -112,8 +116,10 @@ class Engine:
         if key not in self._programs:
             speculation = self._speculation(draft, requests, costs)
             self._programs[key] = Programs(
-                self.model, self.mesh, self.rules, sampling, self.stop_ids, self.dtype, speculation
-            )
+                self.model, self.mesh, self.rules, sampling, self.stop_ids, self.dtype, speculation,
+                experts_move=self.rebalancer is not None,
+                exchange_may_overflow=self.layout.ep > 1 and self.layout.exchange in ("alltoall", "auto"),
+            )  # fmt: skip
         return self._programs[key]
 
     def _speculation(self, draft: Draft, requests: int, costs: Costs | None) -> Speculation:
@@ -159,10 +165,22 @@ class Engine:
         programs = self.programs(sampling, draft, len(prompts), costs)
         # On GPUs float32 matrix products would be rounded to TF32 otherwise; bfloat16 ones do not change.
         with jax.default_matmul_precision("highest"):
-            for progress in generate(programs, self.parameters, prompts, limits, seed):
+            for progress in generate(programs, self.parameters, prompts, limits, seed, self.rebalancer):
                 if self.watchdog is not None:
                     self.watchdog.beat()
                 yield progress
+
+    def rebalancing(self, every: int) -> "Engine":
+        """The same with experts that move every so many rounds to where measured loads are even.
+
+        It takes this engine's arrays over: as experts move, those of this one are kept beside them until it is dropped.
+
+        Raises:
+          ValueError: less than one round, or a layout with all experts on one rank.
+        """
+        rebalancer = Rebalancer(self.model, self.mesh, self.layout, every)
+        parameters = jax.tree.map(lambda x: x, self.parameters) | {"placement": rebalancer.tables()}
+        return dataclasses.replace(self, parameters=parameters, rebalancer=rebalancer)
 
     def picks(self, draft: Draft, requests: int, capacity: int) -> list[Pick]:
         """What serves the hot operations of a round."""
@@ -190,8 +208,11 @@ class Engine:
             return part_seconds(programs, self.parameters, prompts, limits)
 
 
-def model_for(config: ModelConfig, layout: Layout) -> CausalLM:
+def model_for(config: ModelConfig, layout: Layout, placements: Sequence[Placement] | None = None) -> CausalLM:
     """The model's declarations for a layout: expert slots padded to its ranks, its exchange chosen.
+
+    Args:
+      placements: one for each layer that has experts; by default experts lie in order, once each.
 
     Raises:
       LayoutError: a dimension that tp does not divide, naming the sizes that work; an exchange that does not exist
@@ -212,9 +233,22 @@ def model_for(config: ModelConfig, layout: Layout) -> CausalLM:
         expert_width=config.moe_intermediate_size,
         group_size=config.quantization_group_size,
     )
-    placement = even_placement(config.n_routed_experts, layout.expert_ranks)
+    placement = placements or even_placement(config.n_routed_experts, layout.expert_ranks)
     exchange = functools.partial(BACKENDS[layout.exchange], expert_axes=layout.expert_axes)
     return CausalLM(config, placement, exchange)
+
+
+def _placements(checkpoint: Path, config: ModelConfig, layout: Layout, file: Path | None) -> Sequence[Placement] | None:
+    experts, ranks = config.n_routed_experts, layout.expert_ranks
+    if file is not None:
+        return load_placements(file, layers=config.num_moe_layers, num_experts=experts, ranks=ranks)
+    if not orbax.is_sharded(checkpoint):
+        return None
+    stored = orbax.read_manifest(checkpoint).slot_experts
+    each = [slots_of_layer(stored, (layer,)) for layer in range(config.first_k_dense_replace, config.num_hidden_layers)]
+    spare = expert_slots(experts, ranks)
+    fits = all(len(slots) == len(each[0]) == (spare if EMPTY in slots else len(slots)) for slots in each)
+    return [Placement(tuple(slots), experts) for slots in each] if fits and len(each[0]) % ranks == 0 else None
 
 
 def open_checkpoint(
@@ -224,23 +258,26 @@ def open_checkpoint(
     dtype: DTypeLike = jnp.bfloat16,
     drafter: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
+    placement: Path | None = None,
 ) -> Engine:
     """Reads a checkpoint directory (HF layout, or sharded by convert.py), and a drafter's, onto a mesh.
 
-    `progress` is told of the target's bytes read and of those in all.
+    `placement` is a file that `eplb.save_placements` wrote. Without one, a sharded checkpoint's own placement is kept
+    where the ranks share its slots evenly; else experts lie in order. `progress` is told of the target's bytes read and
+    of those in all.
 
     Raises:
       ConfigError, LayoutError, TokenizerError, CheckpointError: naming the file and field that does not fit.
     """
     config = ModelConfig.from_json(checkpoint)
-    model = model_for(config, layout)
+    model = model_for(config, layout, _placements(checkpoint, config, layout, placement))
     tokenizer = Tokenizer.from_directory(checkpoint, vocab_size=config.vocab_size)
     places = rules(layout)
     parameters: Parameters = {}
     module = None
     if drafter is not None:  # first: it is small, and one that does not fit is refused before the long read
         module, parameters["drafter"] = load_drafter(drafter, config, mesh, places, dtype=dtype)
-    slots = model.placement.slot_experts
+    slots = model.slot_experts
     if orbax.is_sharded(checkpoint):
         parameters["target"] = orbax.restore(
             checkpoint, model, mesh, places, dtype=dtype, slot_experts=slots, progress=progress

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from kimi_jax.decoding.programs import Programs
+from kimi_jax.decoding.rebalance import Rebalancer
 from kimi_jax.decoding.sampling import request_keys
 from kimi_jax.decoding.state import FINE, DecodeState, Snapshot
 from kimi_jax.parallel import host_arrays
@@ -54,9 +55,16 @@ class Limits:
 
 
 def generate(
-    programs: Programs, parameters: Parameters, prompts: Sequence[Sequence[int]], limits: Limits, seed: int = 0
+    programs: Programs,
+    parameters: Parameters,
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    seed: int = 0,
+    rebalancer: Rebalancer | None = None,
 ) -> Iterator[Progress]:
     """Decodes a batch of prompts of any lengths, yielding after every dispatch. A stop token is the last of its text.
+
+    A rebalancer moves experts between dispatches, in the arrays that `parameters` holds.
 
     Raises:
       ValueError: an empty prompt, ids outside the vocabulary, or more positions than the model has.
@@ -66,15 +74,21 @@ def generate(
     parameters = {name: parameters[name] for name in programs.needs}
     state = prefill(programs, parameters, prompts, limits, seed)
     seen, rounds, done = [0] * len(prompts), 1, False
+    if rebalancer is not None:
+        rebalancer.begin()
     while not done:
         state, snapshot = programs.decode(parameters, state, np.int32(rounds))
-        snapshot = jax.tree.map(lambda x: np.asarray(x)[: len(prompts)], snapshot)
+        snapshot = jax.tree.map(lambda x: np.asarray(x)[: len(prompts)] if x.ndim else np.asarray(x), snapshot)
         _raise_if_failed(snapshot)
         ends = snapshot.counts.tolist()
         new = [snapshot.emitted[row, seen[row] : end].tolist() for row, end in enumerate(ends)]
         finished = snapshot.finished.tolist()
         seen, rounds, done = ends, limits.rounds_per_dispatch, all(finished)
         yield Progress(new, finished, time.perf_counter() - started, snapshot)
+        if rebalancer is not None and not done:
+            run = int(snapshot.rounds.max())
+            state = rebalancer.after(run, parameters, state)
+            rounds = min(rounds, rebalancer.rounds_left(run))
 
 
 def prefill(
@@ -91,9 +105,7 @@ def prefill(
     longest = max(map(len, prompts))
     chunk = min(limits.prefill_chunk, _power_of_two(longest))
     steps = programs.speculation.max_depth + 1
-    capacity = _round_up(
-        max(longest + limits.max_new_tokens + steps, limits.least_capacity), programs.cache_multiple
-    )
+    capacity = _round_up(max(longest + limits.max_new_tokens + steps, limits.least_capacity), programs.cache_multiple)
     padded = [*prompts, *[[] for _ in range(requests - len(prompts))]]
 
     def place(values: np.ndarray) -> Array:

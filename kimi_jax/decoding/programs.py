@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
@@ -22,12 +23,15 @@ from kimi_jax.ddtree.acceptance import Acceptance, emit
 from kimi_jax.ddtree.tree import DraftTree
 from kimi_jax.decoding.sampling import Sampling, next_tokens
 from kimi_jax.decoding.speculation import NoSpeculation, Speculation
-from kimi_jax.decoding.state import FINE, DecodeState, Snapshot, initial_state
+from kimi_jax.decoding.state import FINE, Counters, DecodeState, Snapshot, initial_state
 from kimi_jax.model.cache import Latents, commit
-from kimi_jax.model.transformer import CausalLM, Rows, causal_rows
-from kimi_jax.parallel.collectives import all_gather, all_reduce
+from kimi_jax.model.moe import MixtureOfExperts
+from kimi_jax.model.transformer import CausalLM, Output, Rows, causal_rows
+from kimi_jax.parallel.collectives import all_gather, all_reduce, axis_size
+from kimi_jax.parallel.counters import counting
 from kimi_jax.parallel.sharding import REQUESTS, cache_axis, cache_spec
 from kimi_jax.parameters import Parameters, Rules, bind, specs
+from meshes.presets import AXES
 
 REPLICATED = PartitionSpec()
 BATCH_AXES = ("dp", "ep")
@@ -47,13 +51,15 @@ class Verified:
     taps: list[Float[Array, "requests steps hidden"]]
     finite: Bool[Array, " requests"]
     """Whether all logits on the path were finite."""
+    counted: Counters
 
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
     """Programs for one model on one mesh with one way of sampling; compiled at first use for each batch shape.
 
-    Parameters are passed as `{"target": …}`, with `"drafter"` beside it where there is speculation.
+    Parameters are passed as `{"target": …}`, with `"drafter"` beside it where there is speculation, and `"placement"`,
+    tables by layer, where experts move.
     """
 
     model: CausalLM
@@ -63,6 +69,10 @@ class Programs:
     stop_ids: tuple[int, ...]
     dtype: DTypeLike
     speculation: Speculation = dataclasses.field(default_factory=NoSpeculation)
+    experts_move: bool = False
+    """The placement of experts is an argument and not part of the programs, and their loads are counted."""
+    exchange_may_overflow: bool = False
+    """Count the exchanges that took the exact path."""
 
     @property
     def request_multiple(self) -> int:
@@ -78,7 +88,8 @@ class Programs:
     @property
     def needs(self) -> tuple[str, ...]:
         """The parts of the parameters that the programs take."""
-        return ("target",) if self.speculation.drafter is None else ("target", "drafter")
+        drafter = () if self.speculation.drafter is None else ("drafter",)
+        return ("target", *drafter, *(("placement",) if self.experts_move else ()))
 
     def _compile(
         self, function: Callable, in_specs: tuple, out_specs: object, donate: tuple[int, ...] = ()
@@ -91,6 +102,8 @@ class Programs:
         weights: Parameters = {"target": specs(self.model, self.rules)}
         if self.speculation.drafter is not None:
             weights["drafter"] = specs(self.speculation.drafter, self.rules)
+        if self.experts_move:
+            weights["placement"] = REPLICATED
         return weights
 
     @functools.cached_property
@@ -99,10 +112,19 @@ class Programs:
         places: dict[str, Any] = {field.name: REQUESTS for field in dataclasses.fields(DecodeState)}
         places["cache"] = cache_spec(self.rules)
         places["context"] = self.speculation.context_spec
+        counters: dict[str, Any] = {
+            "loads": REQUESTS if self.experts_move else None,
+            "exchanges": PartitionSpec(AXES) if self.exchange_may_overflow else None,
+        }
+        places["counters"] = Counters(**counters)
         return DecodeState(**places)
 
     def _bind(self, parameters: Parameters) -> tuple[CausalLM, Speculation]:
         model = bind(self.model, parameters["target"])
+        for layer, table in parameters.get("placement", {}).items():
+            mixture = model.model.layers[layer].mlp
+            assert isinstance(mixture, MixtureOfExperts)
+            mixture.placement = nnx.data(table)
         return model, self.speculation.bound(parameters.get("drafter"))
 
     @functools.cached_property
@@ -120,6 +142,7 @@ class Programs:
                 max_depth=self.speculation.max_depth,
                 context=self.speculation.empty_context(limits.shape[0], capacity, self.dtype),
                 cache_axis=cache_axis(self.rules),
+                counters=self._no_counts(),
             )
 
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.state_specs)
@@ -138,7 +161,7 @@ class Programs:
         ) -> DecodeState:  # fmt: skip
             model, speculation = self._bind(parameters)
             rows = causal_rows(tokens, state.lengths, counts)
-            output = model.model(rows, state.cache, speculation.tap_layers)
+            output, counted = self._forward(model, rows, state, speculation)
             last = jnp.maximum(counts - 1, 0)[:, None]
             hidden = jnp.take_along_axis(output.hidden, last[..., None], axis=1)
             drawn, finite = self._draw(model, state, hidden, jnp.take_along_axis(rows.positions, last, axis=1))
@@ -148,6 +171,7 @@ class Programs:
                 cache=commit(state.cache, output.latents, state.lengths),
                 context=speculation.extend(state.context, output.taps, state.lengths, counts),
                 lengths=state.lengths + counts,
+                counters=jax.tree.map(jnp.add, state.counters, counted),
                 anchors=jnp.where(run, drawn[:, 0], state.anchors),
             )
             return _record_failure(state, run & ~finite[:, 0])
@@ -178,8 +202,7 @@ class Programs:
             _, _, state = jax.lax.while_loop(
                 lambda carry: (carry[0] < rounds) & (carry[1] > 0), body, (jnp.int32(0), running(state), state)
             )
-            kept = {field.name: getattr(state, field.name) for field in dataclasses.fields(Snapshot)}
-            return state, Snapshot(**{name: all_gather(x, BATCH_AXES) for name, x in kept.items()})
+            return state, _snapshot(state)
 
         in_specs = (self._weights, self.state_specs, REPLICATED)
         return self._compile(decode, in_specs, (self.state_specs, REPLICATED), donate=(1,))
@@ -232,6 +255,7 @@ class Programs:
             rounds=state.rounds + active,
             accepted=state.accepted.at[jnp.arange(active.size), accepted].add(active.astype(jnp.int32)),
             nodes=state.nodes + jnp.where(active, tree.num_nodes, 0),
+            counters=jax.tree.map(jnp.add, state.counters, verified.counted),
         )
         state = self._emit(state, acceptance.tokens, accepted)
         return _record_failure(state, active & ~verified.finite)
@@ -245,7 +269,7 @@ class Programs:
             tree.ancestors & active[:, None, None],
             state.lengths,
         )
-        output = model.model(rows, state.cache, speculation.tap_layers)
+        output, counted = self._forward(model, rows, state, speculation)
         drawn, finite = self._draw(model, state, output.hidden, rows.positions)
         acceptance = speculation.accept(tree, drawn, state)
 
@@ -257,6 +281,27 @@ class Programs:
             latents=jax.tree.map(on_path, output.latents),
             taps=jax.tree.map(on_path, output.taps),
             finite=jnp.take_along_axis(finite, acceptance.path, axis=1).all(1),
+            counted=counted,
+        )
+
+    def _forward(
+        self, model: CausalLM, rows: Rows, state: DecodeState, speculation: Speculation
+    ) -> tuple[Output, Counters]:
+        """One forward, and what this device counted in it."""
+        with counting(loads=self.experts_move) as counted:
+            output = model.model(rows, state.cache, speculation.tap_layers)
+        loads = jnp.stack(counted.loads)[None] if self.experts_move else None
+        if not self.exchange_may_overflow:
+            return output, Counters(loads)
+        overflows = jnp.stack([jnp.int32(0), *counted.overflows]).sum(dtype=jnp.int32)
+        return output, Counters(loads, jnp.stack([jnp.int32(len(counted.overflows)), overflows])[None])
+
+    def _no_counts(self) -> Counters:
+        """Counters of the whole mesh before anything is counted."""
+        shape = (self.request_multiple, len(self.model.slot_experts), self.model.config.n_routed_experts)
+        return Counters(
+            jnp.zeros(shape, jnp.int32) if self.experts_move else None,
+            jnp.zeros((self.mesh.size, 2), jnp.int32) if self.exchange_may_overflow else None,
         )
 
     def _emit(
@@ -281,6 +326,17 @@ class Programs:
         logits = model.logits(hidden)
         with jax.named_scope("sampling"):
             return next_tokens(logits, positions, state.keys, self.sampling)
+
+
+def _snapshot(state: DecodeState) -> Snapshot:
+    """What the host reads, the same on every device."""
+    names = [field.name for field in dataclasses.fields(Snapshot) if field.name not in ("exchanges", "overflows")]
+    snapshot = Snapshot(**{name: all_gather(getattr(state, name), BATCH_AXES) for name in names})
+    if state.counters.exchanges is None:
+        return snapshot
+    # All ep ranks of an exchange count it.
+    exchanges, overflows = all_reduce(state.counters.exchanges[0], AXES) // axis_size("ep")
+    return dataclasses.replace(snapshot, exchanges=exchanges, overflows=overflows)
 
 
 def _record_failure(state: DecodeState, failed: Array) -> DecodeState:

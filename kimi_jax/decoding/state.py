@@ -15,8 +15,20 @@ FINE = -1
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Counters:
+    """What layers counted, prefill included: every device adds up its own, so no message is spent on it."""
+
+    loads: Int[Array, "groups layers experts"] | None = None
+    """Rows of each device group (dp, ep) that chose each expert; None where experts stay where they are."""
+    exchanges: Int[Array, "devices 2"] | None = None
+    """Exchanges through bounded buffers, and those among them that overflowed and took the exact path; None where the
+    exchange has no such buffers."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """One batch of requests. Every array has the requests as its first axis and lies over dp and ep."""
+    """One batch of requests. Every array but the counters has the requests as its first axis, over dp and ep."""
 
     cache: Cache
     lengths: Int[Array, " requests"]
@@ -40,6 +52,7 @@ class DecodeState:
     """Draft tree nodes verified, over all rounds."""
     context: PyTree
     """What the drafter keeps of the text; None without one."""
+    counters: Counters
 
 
 @jax.tree_util.register_dataclass
@@ -54,6 +67,10 @@ class Snapshot:
     rounds: Int[Array, " requests"]
     accepted: Int[Array, "requests lengths"]
     nodes: Int[Array, " requests"]
+    exchanges: Int[Array, ""] | None = None
+    """Exchanges through bounded buffers so far: one for each layer, replica and tp rank of a step."""
+    overflows: Int[Array, ""] | None = None
+    """Those among them that took the exact path."""
 
 
 def initial_state(
@@ -67,6 +84,7 @@ def initial_state(
     max_depth: int = 0,
     context: PyTree = None,
     cache_axis: str | None = None,
+    counters: Counters = Counters(),
 ) -> DecodeState:
     """Nothing run yet; a request whose limit is 0 is padding and finished from the start.
 
@@ -75,6 +93,7 @@ def initial_state(
       max_depth: of the draft trees; a round gives at most one token more.
       context: the drafter's empty context.
       cache_axis: mesh axis whose ranks share a request's cached positions.
+      counters: zeros for what is counted.
     """
     requests = limits.shape[0]
     zeros = jnp.zeros(requests, jnp.int32)
@@ -92,4 +111,5 @@ def initial_state(
         accepted=jnp.zeros((requests, max_depth + 2), jnp.int32),
         nodes=zeros,
         context=context,
+        counters=counters,
     )

@@ -1,0 +1,159 @@
+"""Online EPLB: experts move between rounds to where the loads just measured are even, without a restart.
+
+The device counts rows by expert while it decodes. Every few rounds the host reads the counts, makes a placement for
+each layer (`parallel.eplb`) and the weights move among the devices; compiled programs take the placement as an argument
+and stay as they are.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int, Shaped
+
+from kimi_jax.decoding.state import DecodeState
+from kimi_jax.model.transformer import CausalLM
+from kimi_jax.parallel import host_arrays
+from kimi_jax.parallel.collectives import all_to_all, axis_index, axis_size
+from kimi_jax.parallel.eplb import balanced_placements, imbalance
+from kimi_jax.parallel.placement import EMPTY, Placement, PlacementTable
+from kimi_jax.parallel.sharding import REQUESTS, rules
+from kimi_jax.parameters import Parameters, specs
+from meshes.presets import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """What one rebalancing did. Balance is the load of the fullest rank over the mean, averaged over layers."""
+
+    round: int
+    """Rounds that had been run, since the batch began."""
+    before: float
+    """Balance of the loads counted since the last move, as experts lay then."""
+    after: float
+    """The same loads as experts lie now."""
+    slots: int
+    """That hold another expert than before, over all layers."""
+    seconds: float
+
+
+class Rebalancer:
+    """Where experts lie on a mesh, and their moves. All processes run it alike.
+
+    Args:
+      every: rounds between moves.
+    """
+
+    def __init__(self, model: CausalLM, mesh: Mesh, layout: Layout, every: int):
+        if every < 1:
+            raise ValueError(f"experts move every {every} rounds; it must be 1 or more")
+        if layout.expert_ranks == 1:
+            raise ValueError("one rank holds all experts: there is nothing to balance")
+        self.every, self._mesh, self._layout = every, mesh, layout
+        experts = model.config.n_routed_experts
+        self.placements = {layer: Placement(slots, experts) for layer, slots in model.slot_experts.items()}
+        self.moves: list[Move] = []
+        self._weights = specs(model, rules(layout))["model"]["layers"]
+        self._last = 0
+
+    def tables(self) -> dict[int, PlacementTable]:
+        """The placement as programs take it."""
+        return {layer: self._table(placement) for layer, placement in self.placements.items()}
+
+    def begin(self) -> None:
+        """Tells that a batch begins: its rounds count from 0."""
+        self._last = 0
+
+    def rounds_left(self, rounds: int) -> int:
+        """Until the next move, when `rounds` have been run."""
+        return max(1, self._last + self.every - rounds)
+
+    def after(self, rounds: int, parameters: Parameters, state: DecodeState) -> DecodeState:
+        """Moves experts where it is time; `target` and `placement` of the parameters change in place."""
+        if rounds < self._last + self.every:
+            return state
+        self._last, started = rounds, time.perf_counter()
+        counted = state.counters.loads
+        assert counted is not None
+        loads = np.asarray(self._total(counted))
+        if loads.any():
+            self._rebalance(rounds, started, parameters, loads)
+        return dataclasses.replace(state, counters=dataclasses.replace(state.counters, loads=self._zeros(counted)))
+
+    def _rebalance(
+        self, rounds: int, started: float, parameters: Parameters, loads: Int[np.ndarray, "layers experts"]
+    ) -> None:
+        ranks = self._layout.expert_ranks
+        slots = next(iter(self.placements.values())).num_slots
+        wanted = dict(zip(self.placements, balanced_placements(loads, ranks, slots), strict=True))
+        before = [imbalance(old, loads[i], ranks) for i, old in enumerate(self.placements.values()) if loads[i].any()]
+        after = [imbalance(new, loads[i], ranks) for i, new in enumerate(wanted.values()) if loads[i].any()]
+        moved = 0
+        for layer, new in wanted.items():
+            sources = source_slots(self.placements[layer], new)
+            moved += int((sources != np.arange(slots)).sum())
+            layers = parameters["target"]["model"]["layers"]
+            layers[layer]["mlp"]["experts"] = self._move(layers[layer]["mlp"]["experts"], self._replicated(sources))
+            parameters["placement"][layer] = self._table(new)
+        self.placements = wanted
+        jax.block_until_ready(parameters["target"])
+        seconds = time.perf_counter() - started
+        self.moves.append(Move(rounds, float(np.mean(before)), float(np.mean(after)), moved, seconds))
+
+    def _replicated(self, values: Int[np.ndarray, " _"]) -> Int[Array, " _"]:
+        return host_arrays.place(values, self._mesh, PartitionSpec())
+
+    def _table(self, placement: Placement) -> PlacementTable:
+        return jax.tree.map(self._replicated, placement.table())
+
+    @functools.cached_property
+    def _total(self):
+        return jax.jit(lambda loads: loads.sum(0), out_shardings=NamedSharding(self._mesh, PartitionSpec()))
+
+    @functools.cached_property
+    def _zeros(self):
+        return jax.jit(jnp.zeros_like, out_shardings=NamedSharding(self._mesh, REQUESTS))
+
+    @functools.cached_property
+    def _move(self):
+        """`move(experts, sources)`: a layer's stacks with slot i holding what slot `sources[i]` held."""
+        layer = next(iter(self.placements))
+        places = self._weights[layer]["mlp"]["experts"]
+
+        def move(experts: Parameters, sources: Int[Array, " slots"]) -> Parameters:
+            return jax.tree.map(lambda stack: fetch_slots(stack, sources, self._layout.expert_axes), experts)
+
+        mapped = jax.shard_map(
+            move, mesh=self._mesh, in_specs=(places, PartitionSpec()), out_specs=places, check_vma=False
+        )
+        return jax.jit(mapped)
+
+
+def source_slots(old: Placement, new: Placement) -> Int[np.ndarray, " slots"]:
+    """For each slot one that holds its new expert now: itself where it does already or will be empty."""
+    holders: Mapping[int, int] = {expert: slot for slot, expert in reversed([*enumerate(old.slot_experts)])}
+    pairs = enumerate(zip(old.slot_experts, new.slot_experts, strict=True))
+    return np.array([slot if expert in (held, EMPTY) else holders[expert] for slot, (held, expert) in pairs], np.int32)
+
+
+def fetch_slots(
+    stack: Shaped[Array, "local ..."], sources: Int[Array, " slots"], expert_axes: tuple[str, ...]
+) -> Shaped[Array, "local ..."]:
+    """This rank's new slots from wherever they are: slot j of all ranks in one all-to-all, one j after the other.
+
+    So the devices hold no more than one matrix for every rank beside the old and the new stack of one layer.
+    """
+    local, ranks = stack.shape[0], axis_size(expert_axes)
+    wanted = sources.reshape(ranks, local)
+
+    def fetch(place: Int[Array, ""]) -> Array:
+        each = wanted[:, place]  # ranks that do not hold a slot send another one, which nobody takes
+        received = all_to_all(stack[each % local], expert_axes, split=0, join=0)
+        return received[each[axis_index(expert_axes)] // local]
+
+    return jax.lax.map(fetch, jnp.arange(local))
