@@ -1,0 +1,236 @@
+"""A model for EleutherAI's lm-eval (`uv sync --group evaluation`).
+
+lm-eval's command finds its models in a list of its own and has no way to add one from outside. This runs the same
+command with `kimi_jax` in the list:
+
+    python -m kimi_jax.evaluation.lm_eval --model kimi_jax --model_args checkpoint=DIR,mesh=nvl72 --tasks NAME …
+
+`kimi_jax.evaluation.lm_eval:KimiJax` is the class for `lm_eval.simple_evaluate(model=KimiJax(…))`.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+from rich.console import Console
+from tqdm import tqdm
+
+from kimi_jax.chat import render
+from kimi_jax.cli import BUNDLED_CHECKPOINT, BUNDLED_DRAFTER, Dtype, EngineOptions, open_engine
+
+KNOWN = {"until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens", "do_sample", "temperature",
+         "top_k", "top_p", "min_p"}  # fmt: skip
+"""What `generation_kwargs` of a task may say."""
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names that tasks use for the number of new tokens, the first that is given counts."""
+
+
+class KimiJax(TemplateLM):
+    """A Kimi K2.6 checkpoint on a mesh.
+
+    Prompts are parsed as lm-eval's `hf` model does: the name of a control token in a text becomes that token.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str = str(BUNDLED_CHECKPOINT),
+        drafter: str | None = None,
+        mesh: str = "local",
+        dp: int | None = None,
+        ep: int | None = None,
+        tp: int | None = None,
+        dtype: Dtype = "auto",
+        speculation: Literal["none", "chain", "ddtree"] | None = None,
+        budget: int = 16,
+        thinking: bool = False,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        batch_size: int | str = "auto",
+        seed: int = 0,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+    ):
+        """Loads the checkpoint.
+
+        Args:
+          checkpoint, mesh, dp, ep, tp, dtype: as for decode.py.
+          drafter: folder of a DFlash drafter; the bundled checkpoint has a bundled one.
+          speculation, budget: none, chain or ddtree, and the tree's nodes; ddtree wherever there is a drafter.
+          thinking: let the model think in chats; what it thinks is no part of its answer.
+          max_length: tokens of context for a log-likelihood; by default the model's positions.
+          max_gen_toks: new tokens of tasks that do not say how many.
+          batch_size: requests run together; auto is 8 for each of the mesh's dp × ep groups.
+          seed: for tasks that sample.
+          max_batch_size, device: lm-eval passes them; batches have one size, and the mesh says the devices.
+
+        Raises:
+          ValueError: naming the argument, file or option that does not fit.
+        """
+        super().__init__()
+        of_bundled = Path(checkpoint) == BUNDLED_CHECKPOINT
+        folder = Path(drafter) if drafter else BUNDLED_DRAFTER if of_bundled else None
+        kind = speculation or ("ddtree" if folder else "none")
+        if kind != "none" and folder is None:
+            raise ValueError(f"speculation={kind} needs drafter=DIR: a drafter made for this checkpoint")
+        options = EngineOptions(Path(checkpoint), mesh, dp, ep, tp, dtype)
+        self.engine = open_engine(options, Console(stderr=True), folder if kind != "none" else None).engine
+
+        from kimi_jax.decoding.engine import Draft
+
+        groups = self.engine.mesh.shape["dp"] * self.engine.mesh.shape["ep"]
+        self.batch_size = 8 * groups if str(batch_size).startswith("auto") else int(batch_size)
+        positions = self.engine.config.max_position_embeddings
+        self.max_length = max_length or positions
+        if self.batch_size < 1 or not 1 <= self.max_length <= positions:
+            raise ValueError(f"batch_size {batch_size} and max_length {max_length}: the latter is at most {positions}")
+        self.max_gen_toks, self.thinking, self.seed = max_gen_toks, thinking, seed
+        self.draft = Draft(kind, budget)
+        self._name = Path(checkpoint).name
+
+    @property
+    def eot_token_id(self) -> int:
+        """Ends a turn."""
+        return self.engine.tokenizer.special_id("<|im_end|>")
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Stands before a text without context."""
+        return self.engine.tokenizer.special_id("[BOS]")
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Part of the name of lm-eval's cache of requests, which depend on the template."""
+        return f"{self._name}{'-thinking' if self.thinking else ''}"
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Ids of a text; none are added to it."""
+        return self.engine.tokenizer.encode(string, allow_special=True)
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """What the log says of the template. Raises ValueError where another one is asked for by name."""
+        if isinstance(chat_template, str):
+            raise ValueError(f"there is no chat template {chat_template!r}: give --apply_chat_template without a name")
+        return f"kimi_jax.chat.render(thinking={self.thinking})" if chat_template else ""
+
+    def apply_chat_template(self, chat_history: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """A conversation as text; without the generation prompt its last message is left open, to be continued."""
+        ids = render(
+            chat_history, self.engine.tokenizer, thinking=self.thinking, add_generation_prompt=add_generation_prompt
+        )
+        return self.engine.tokenizer.decode(ids if add_generation_prompt else ids[:-1])
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        from kimi_jax.evaluation.batches import score_all
+        from kimi_jax.evaluation.forcing import Window
+
+        windows = []
+        for (context, continuation), before, after in requests:
+            if not after or len(after) > self.max_length:
+                raise ValueError(
+                    f"{continuation[:80]!r} after {context[-80:]!r} has {len(after)} tokens of its own; it must have "
+                    f"1 to {self.max_length}"
+                )
+            windows.append(Window((before + after)[:-1][-self.max_length :], after))
+        results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        with tqdm(total=len(requests), desc="log-likelihoods", disable=disable_tqdm) as bar:
+            for indices, scores in score_all(self.engine, windows, self.batch_size):
+                result = float(scores.logprobs.sum(dtype="float64")), bool(scores.greedy.all())
+                for index in indices:
+                    results[index] = result
+                    self.cache_hook.add_partial("loglikelihood", requests[index][0], result)
+                bar.update(len(indices))
+        return results
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of whole texts behind [BOS], in windows of `max_length` tokens that do not overlap."""
+        from kimi_jax.evaluation.batches import score_all
+        from kimi_jax.evaluation.forcing import strided
+
+        parts = []
+        for number, request in enumerate(requests):
+            ids = [self.prefix_token_id, *self.tok_encode(request.args[0])]
+            parts += [(number, window) for window in strided(ids, self.max_length, self.max_length)]
+        totals, left = [0.0] * len(requests), [0] * len(requests)
+        for number, _ in parts:
+            left[number] += 1
+        with tqdm(total=len(parts), desc="log-likelihoods of texts", disable=disable_tqdm) as bar:
+            for indices, scores in score_all(self.engine, [window for _, window in parts], self.batch_size):
+                for index in indices:
+                    number = parts[index][0]
+                    totals[number] += float(scores.logprobs.sum(dtype="float64"))
+                    left[number] -= 1
+                    if not left[number]:
+                        self.cache_hook.add_partial("loglikelihood_rolling", requests[number].args, totals[number])
+                bar.update(len(indices))
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Texts up to a stop string, the end of the model's turn or the limit of tokens.
+
+        Raises:
+          ValueError: a task's `generation_kwargs` that this does not know.
+        """
+        from kimi_jax.evaluation.batches import write_all
+
+        groups: dict[Any, list[int]] = {}
+        prompts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
+        for index, request in enumerate(requests):
+            groups.setdefault(self._writing(request.args[0], request.args[1]), []).append(index)
+        texts = [""] * len(requests)
+        with tqdm(total=len(requests), desc="texts", disable=disable_tqdm) as bar:
+            for writing, indices in groups.items():
+                asked = [prompts[index] for index in indices]
+                for place, text in write_all(
+                    self.engine, asked, writing, batch=self.batch_size, draft=self.draft, seed=self.seed
+                ):
+                    request = requests[indices[place]]
+                    texts[indices[place]] = text
+                    if writing.sampling.greedy:
+                        self.cache_hook.add_partial("generate_until", request.args, text)
+                    bar.update(1)
+        return texts
+
+    @functools.cached_property
+    def _turn(self) -> str:
+        """How a prompt ends whose answer is the assistant's."""
+        ids = render([{"role": "user", "content": ""}], self.engine.tokenizer, thinking=self.thinking)
+        return self.engine.tokenizer.decode(ids).rpartition("<|im_end|>")[2]
+
+    def _writing(self, prompt: str, wanted: Mapping[str, Any]) -> Any:
+        from kimi_jax.decoding.sampling import Sampling
+        from kimi_jax.evaluation.batches import Writing
+
+        if unknown := sorted(wanted.keys() - KNOWN):
+            raise ValueError(
+                f"generation_kwargs says {unknown[0]}, which is not known; known: {', '.join(sorted(KNOWN))}"
+            )
+        stops = wanted.get("until") or []
+        length = next((wanted[name] for name in LENGTHS if wanted.get(name) is not None), self.max_gen_toks)
+        temperature = float(wanted.get("temperature") or 0.0) if wanted.get("do_sample", True) else 0.0
+        sampling = Sampling() if not temperature else Sampling(
+            temperature,
+            int(wanted.get("top_k") or 0),
+            float(wanted.get("top_p") or 1.0),
+            float(wanted.get("min_p") or 0.0),
+        )  # fmt: skip
+        chat = prompt.endswith(self._turn)
+        return Writing(
+            (stops,) if isinstance(stops, str) else tuple(stops), int(length), sampling, chat, chat and self.thinking
+        )
+
+
+def main() -> None:
+    """lm-eval's own command, with `kimi_jax` among its models."""
+    from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
+
+    register_model("kimi_jax")(cast(Any, KimiJax))
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()
