@@ -4,7 +4,7 @@ The parts of a step have the names that the compiled program's report uses, so t
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kimi_jax.estimator import routing as routing_module
 from kimi_jax.estimator.collectives import Network, Transfer, all_reduce, dispatch_and_combine, gather_and_scatter
@@ -255,6 +255,10 @@ def _exchange(s: Scenario, network: Network, load: _Rows) -> Part:
     layout, m = s.preset.layout, s.model
     if layout.ep == 1:
         return Part(m.num_moe_layers, note="rows stay in their tp group")
+    if layout.exchange == "auto":  # decides by the rows of a step
+        layouts = (replace(layout, exchange=name) for name in ("allgather", "alltoall"))
+        either = (replace(s, preset=s.preset.with_layout(layout)) for layout in layouts)
+        return min((_exchange(one, network, load) for one in either), key=lambda part: part.total_us)
     if layout.exchange == "allgather":
         # Every group sends as many rows as the fullest one.
         gathered = load.rows * layout.ep * m.hidden_size * 2
