@@ -2,13 +2,22 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 
 from kimi_jax.parallel import processes
 from kimi_jax.parallel.processes import ProcessOptions
@@ -43,10 +52,19 @@ class MeshOptions:
     """Ranks that split heads and widths; by default the preset's."""
     dtype: Dtype = "auto"
     """Type of activations and dense weights; auto is bfloat16 on GPUs and float32 on simulated meshes."""
+    experts: Literal["slots", "width"] = "slots"
+    """Whole experts over ep and tp, or over ep only with each one's width split over tp."""
+    exchange: Literal["auto", "allgather", "alltoall", "tensor", "ragged"] = "auto"
+    """How rows reach experts on other ep ranks; auto takes buffers where they halve what travels, by the rows of a
+    step. ragged is for GPUs, and has known problems (docs/parallel.md)."""
+    cache: Literal["copied", "split"] = "copied"
+    """Latent cache whole on every tp rank, or split over them by position: for long contexts."""
 
     def preset(self) -> Preset:
         """The preset with the overrides applied. Raises LayoutError naming what works."""
-        return preset(self.mesh).with_axes(dp=self.dp, ep=self.ep, tp=self.tp)
+        machine = preset(self.mesh).with_axes(dp=self.dp, ep=self.ep, tp=self.tp)
+        layout = dataclasses.replace(machine.layout, experts=self.experts, exchange=self.exchange, cache=self.cache)
+        return machine.with_layout(layout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +72,9 @@ class EngineOptions(MeshOptions):
     """Where a checkpoint runs, and by which processes."""
 
     processes: ProcessOptions = dataclasses.field(default_factory=ProcessOptions)
+    placement: Path | None = None
+    """JSON file that says which experts lie where, as decode.py --save-placement writes; by default in order, or as a
+    sharded checkpoint has them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,11 +131,37 @@ def open_engine(options: EngineOptions, console: Console, drafter: Path | None =
             jnp.dtype(name),
             drafter,
             progress=progress,
+            placement=options.placement,
         )
     kind = devices.devices[0].device_kind
     gpu = next((GPUS[name] for name in machine.gpu_names if kind.startswith(GPUS[name].device_kind)), None)
     engine = dataclasses.replace(engine, watchdog=watchdog)
     return Opened(engine, machine, f"{where}, {name}", gpu or GPUS[machine.gpu_names[0]])
+
+
+def quiet_compiler() -> None:
+    """Keeps XLA's warnings from a user who compiles for absent GPUs; errors stay. Comes before jax is imported.
+
+    It would say of every sort that it lacks CUB's scratch sizes, which only a GPU gives.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+@contextlib.contextmanager
+def stages(console: Console) -> Iterator[Callable[[str], None]]:
+    """A function to tell what begins: shown with the time it takes on a terminal, as plain lines elsewhere."""
+    if not console.is_terminal:
+        yield lambda name: console.print(f"{name} …", highlight=False)
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+
+        def begin(name: str) -> None:
+            for task in bar.task_ids:
+                bar.remove_task(task)
+            bar.add_task(name, total=None)
+
+        yield begin
 
 
 TABLE_WIDTH = 160

@@ -79,6 +79,10 @@ class Options(EngineOptions):
     """Verify the best prefixes over all prompts of a device group instead of the same number for each."""
     synthetic_acceptance: float | None = None
     """Pretend this mean acceptance length, to measure throughput. The text is then meaningless."""
+    rebalance_every: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Count the rows that choose each expert, and move experts every N rounds to where all ranks have equally many."""
+    save_placement: Path | None = None
+    """With --rebalance-every: where experts lie at the end, as a file for --placement."""
     time_parts: bool = False
     """Also measure the share of a round that drafting, verifying and committing take (compiles each of them)."""
     explain: bool = False
@@ -217,7 +221,11 @@ def main(options: Options) -> None:
             raise ValueError(
                 f"--speculation {kind} needs --drafter DIR: the folder of a drafter made for this checkpoint"
             )
+        if options.save_placement is not None and options.rebalance_every is None:
+            raise ValueError("--save-placement keeps what --rebalance-every finds: give that too")
         opened = open_engine(options, status, drafter if kind != "none" else None)
+        if options.rebalance_every is not None:
+            opened = dataclasses.replace(opened, engine=opened.engine.rebalancing(options.rebalance_every))
         engine = opened.engine
         if options.synthetic_acceptance is not None:
             warning = f"synthetic acceptance {options.synthetic_acceptance}: THE TEXT IS MEANINGLESS, only speed counts"
@@ -227,6 +235,7 @@ def main(options: Options) -> None:
         from kimi_jax.decoding.generate import Limits
         from kimi_jax.decoding.report import Report
         from kimi_jax.decoding.sampling import Sampling
+        from kimi_jax.parallel.eplb import save_placements
 
         thinking = not options.instant
         sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
@@ -249,6 +258,11 @@ def main(options: Options) -> None:
         if kind != "none":
             status.print(report.table())
         shares: dict[str, Any] = {}
+        if engine.rebalancer is not None:
+            status.print(engine.rebalancer.summary(), style="dim", highlight=False)
+            shares["rebalancing"] = [dataclasses.asdict(move) for move in engine.rebalancer.moves]
+            if options.save_placement is not None:
+                save_placements(options.save_placement, list(engine.rebalancer.placements.values()))
         if options.time_parts:
             with status.status("timing the parts of a round"):
                 seconds = engine.part_seconds(ids, limits, sampling, draft, costs)

@@ -9,6 +9,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from kimi_jax.config import ModelConfig
+from kimi_jax.parallel.exchange import buffer_rows
+from kimi_jax.parallel.exchange.all_to_all import used
 from kimi_jax.parallel.placement import Placement
 from meshes.presets import Layout
 from pallas_kernels import int4_moe, tree_attention
@@ -68,7 +70,17 @@ def picks(
     return [
         Pick("experts", experts.implementation, experts.reason),
         Pick("attention", attention.implementation, attention.reason),
+        _exchange(config, placement, layout, local_requests * rows),
     ]
+
+
+def _exchange(config: ModelConfig, placement: Placement, layout: Layout, rows: int) -> Pick:
+    if layout.ep == 1:
+        return Pick("exchange", "none", "one ep rank: rows are where their experts are")
+    slots, top_k = placement.num_slots, config.num_experts_per_tok
+    buffer = buffer_rows(rows, top_k, slots, slots // layout.expert_ranks, layout.ep)
+    reason = f"{rows} rows a device, of which a buffer to one of {layout.ep} ranks takes {buffer}"
+    return Pick("exchange", used(layout, rows, top_k, slots), reason)
 
 
 def check(device: "Device") -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -180,7 +181,7 @@ class Programs:
         return self._compile(prefill, in_specs, self.state_specs, donate=(1,))
 
     @functools.cached_property
-    def decode(self) -> Callable[[Parameters, DecodeState, Array], tuple[DecodeState, Snapshot]]:
+    def decode(self) -> Callable[[Parameters, DecodeState, Array | np.integer], tuple[DecodeState, Snapshot]]:
         """`decode(parameters, state, rounds)`: up to that many rounds, fewer when every request has finished.
 
         Before the very first round the token drawn by prefill is emitted.

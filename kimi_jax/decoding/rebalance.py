@@ -65,6 +65,17 @@ class Rebalancer:
         """The placement as programs take it."""
         return {layer: self._table(placement) for layer, placement in self.placements.items()}
 
+    def summary(self) -> str:
+        """One line on the moves so far."""
+        if not self.moves:
+            return f"experts have not moved: fewer than {self.every} rounds were run"
+        first, last, count = self.moves[0], self.moves[-1], len(self.moves)
+        slots, seconds = sum(move.slots for move in self.moves), sum(move.seconds for move in self.moves)
+        return (
+            f"experts moved {count} time{'s' if count > 1 else ''} ({slots} slots in {seconds:.1f} s): the fullest "
+            f"rank had {first.before:.2f} × the mean load before the first move, {last.after:.2f} × after the last"
+        )
+
     def begin(self) -> None:
         """Tells that a batch begins: its rounds count from 0."""
         self._last = 0

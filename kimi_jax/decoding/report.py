@@ -79,16 +79,26 @@ class Report:
             "acceptance_histogram": self.histogram.tolist(),
             "acceptance_by_position": [round(rate, 4) for rate in self.acceptance_by_position],
             "nodes_per_round": round(self.nodes_per_round, 2),
-        }
+        } | self._exchanges()
+
+    def _exchanges(self) -> dict[str, int]:
+        """Exchanges of layers through bounded buffers, and those that took the exact path; none where none are used."""
+        if self.snapshot is None or self.snapshot.exchanges is None or self.snapshot.overflows is None:
+            return {}
+        return {"exchanges": int(self.snapshot.exchanges), "overflows": int(self.snapshot.overflows)}
 
     def summary(self) -> str:
         """One line."""
         speed = "" if self.tokens_per_second is None else f", {self.tokens_per_second:.1f} tokens/s"
         several = f"{self.prompts} prompts, " if self.prompts > 1 else ""
+        counts = self._exchanges()
+        overflows = ""
+        if counts.get("exchanges"):
+            overflows = f", {counts['overflows']} of {counts['exchanges']} exchanges through buffers overflowed"
         accepted = f" of {self.acceptance_length:.2f} tokens" if len(self.histogram) > 2 else ""
         return (
             f"{several}{self.tokens} tokens in {self.rounds} rounds{accepted}{speed}, "
-            f"first after {self.first_token_seconds:.1f} s (compilation included)"
+            f"first after {self.first_token_seconds:.1f} s (compilation included){overflows}"
         )
 
     def table(self) -> Table:

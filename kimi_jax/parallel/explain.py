@@ -19,7 +19,7 @@ from rich.text import Text
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.parallel.exchange import buffer_rows
-from kimi_jax.parallel.exchange.all_to_all import chosen
+from kimi_jax.parallel.exchange.all_to_all import used
 from kimi_jax.parallel.placement import EMPTY, Placement
 from kimi_jax.parallel.sharding import rules
 from kimi_jax.parameters import Declaration, Path, declarations
@@ -131,7 +131,7 @@ def messages(config: ModelConfig, layout: Layout, rows: int, dtype: DTypeLike, s
 
 def _exchange(config: ModelConfig, layout: Layout, rows: int, row: int, layers: int, slots: int) -> Iterator[Message]:
     choice = 8 * config.num_experts_per_tok  # an id and a weight of four bytes each
-    backend = exchange_used(config, layout, rows, slots)
+    backend = used(layout, rows, config.num_experts_per_tok, slots)
     ep = ("ep",)
     if backend in ("allgather", "tensor"):
         yield Message("rows to experts", "all-gather", ep, layers, layout.ep * rows * (row + choice))
@@ -151,13 +151,6 @@ def _exchange(config: ModelConfig, layout: Layout, rows: int, row: int, layers: 
 def _needed(config: ModelConfig, slots: int, local: int) -> float:
     """Probability that a row's even choices touch a rank."""
     return 1 - math.prod(max(slots - local - i, 0) / (slots - i) for i in range(config.num_experts_per_tok))
-
-
-def exchange_used(config: ModelConfig, layout: Layout, rows: int, slots: int) -> str:
-    """The backend that carries a step of `rows` rows a device: the layout's, or what `auto` picks."""
-    if layout.exchange != "auto":
-        return layout.exchange
-    return chosen(rows, config.num_experts_per_tok, slots, slots // layout.expert_ranks, layout.ep)
 
 
 def explain(
@@ -255,10 +248,10 @@ def _split(axes: tuple[str, ...], ways: int) -> str:
 
 def _messages_table(machine: Preset, model: "CausalLM", dtype: DTypeLike, rows: int) -> Table:
     layout, config = machine.layout, model.config
-    used = exchange_used(config, layout, rows, model.placement.num_slots)
+    backend = used(layout, rows, config.num_experts_per_tok, model.placement.num_slots)
     table = Table(
         "message", "collective", "axes", "link", "a layer", "in all", "kB each",
-        title=f"messages of a verification of {rows} rows a device, exchange {used}", title_justify="left",
+        title=f"messages of a verification of {rows} rows a device, exchange {backend}", title_justify="left",
     )  # fmt: skip
     for message in messages(config, layout, rows, dtype, model.placement.num_slots):
         layer = "" if message.count == 1 else "1" if message.count == config.num_hidden_layers else "1 (MoE)"

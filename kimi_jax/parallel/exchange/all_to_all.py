@@ -22,6 +22,7 @@ from kimi_jax.parallel.exchange.base import (
     pack_columns,
     unpack_columns,
 )
+from meshes.presets import Layout
 
 IMBALANCE = 1.5
 """How much more than its even share of the choices a rank is given room for: max over mean of balanced placements is
@@ -144,3 +145,10 @@ def chosen(rows: int, top_k: int, num_slots: int, num_local: int, peers: int) ->
     if peers == 1:
         return "allgather"
     return "alltoall" if 2 * buffer_rows(rows, top_k, num_slots, num_local, peers) <= rows else "allgather"
+
+
+def used(layout: Layout, rows: int, top_k: int, num_slots: int) -> str:
+    """The backend that carries a step of `rows` rows a device: the layout's, or what `auto` takes."""
+    if layout.exchange != "auto":
+        return layout.exchange
+    return chosen(rows, top_k, num_slots, num_slots // layout.expert_ranks, layout.ep)
