@@ -41,7 +41,8 @@ class MeshOptions:
     """Where a checkpoint runs."""
 
     checkpoint: Path = BUNDLED_CHECKPOINT
-    """Directory in K2.6's own format: config.json, safetensors shards with their index, tiktoken.model."""
+    """Directory in K2.6's own format (config.json, safetensors shards with their index, tiktoken.model) or sharded by
+    convert.py; for what runs the model also a name on the hub, owner/name or owner/name@revision."""
     mesh: str = "local"
     """Machine: local, hgx-ib-N (N GPUs in nodes of 8; hgx-ib is 16), nvl36 or nvl72; simulated without GPUs."""
     dp: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
@@ -75,6 +76,8 @@ class EngineOptions(MeshOptions):
     placement: Path | None = None
     """JSON file that says which experts lie where, as decode.py --save-placement writes; by default in order, or as a
     sharded checkpoint has them."""
+    workers: int = 8
+    """Threads of each process that read the checkpoint; network storage often wants more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,12 +90,14 @@ class Opened:
     """Machine, layout, devices and type."""
     gpu: GPU
     """The GPU in use, or the one a simulated machine would have."""
+    folder: Path
+    """The checkpoint's, in the hub's cache where a name was given."""
 
 
 def open_engine(options: EngineOptions, console: Console, drafter: Path | None = None) -> Opened:
     """Joins the processes, selects devices and loads the checkpoint, and a drafter if given, with a progress bar.
 
-    Where there are several processes, the first prints, here and afterwards.
+    Names on the hub are downloaded first. Where there are several processes, the first prints, here and afterwards.
     """
     machine = options.preset()
     process = processes.join(options.processes, machine, simulated=not use_cpu_if_no_gpu())
@@ -111,6 +116,8 @@ def open_engine(options: EngineOptions, console: Console, drafter: Path | None =
     if not devices.simulated:
         with console.status("checking kernels against their references"):
             check(mesh.local_mesh.devices.flat[0])
+    folder, drafter = (None if path is None else on_disk(path, console) for path in (options.checkpoint, drafter))
+    assert folder is not None
     name = options.dtype if options.dtype != "auto" else "float32" if devices.simulated else "bfloat16"
     columns = (TextColumn("loading {task.fields[name]}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     seconds = options.processes.watchdog
@@ -125,18 +132,26 @@ def open_engine(options: EngineOptions, console: Console, drafter: Path | None =
                 watchdog.beat()
 
         engine = open_checkpoint(
-            options.checkpoint,
+            folder,
             mesh,
             machine.layout,
             jnp.dtype(name),
             drafter,
             progress=progress,
             placement=options.placement,
+            workers=options.workers,
         )
     kind = devices.devices[0].device_kind
     gpu = next((GPUS[name] for name in machine.gpu_names if kind.startswith(GPUS[name].device_kind)), None)
     engine = dataclasses.replace(engine, watchdog=watchdog)
-    return Opened(engine, machine, f"{where}, {name}", gpu or GPUS[machine.gpu_names[0]])
+    return Opened(engine, machine, f"{where}, {name}", gpu or GPUS[machine.gpu_names[0]], folder)
+
+
+def on_disk(checkpoint: Path, console: Console) -> Path:
+    """The folder of a checkpoint or drafter: itself, or downloaded from the hub. Raises as `hub.local_folder`."""
+    from kimi_jax.checkpoint.hub import local_folder
+
+    return local_folder(checkpoint, lambda line: console.print(line, style="dim", highlight=False))
 
 
 def quiet_compiler() -> None:

@@ -6,6 +6,7 @@ Examples:
   uv run scripts/estimate.py recommend --mesh nvl72 --goal throughput --least-speed 40
   uv run scripts/estimate.py compare --gpus 8 16 36 72
   uv run scripts/estimate.py plot budget --output budget.png
+  uv run scripts/estimate.py check --mesh nvl72 --gpu gb300
 """
 
 import dataclasses
@@ -17,13 +18,14 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from kimi_jax.cli import errors_in_one_line, table_console
+from kimi_jax.cli import errors_in_one_line, quiet_compiler, stages, table_console
 from kimi_jax.estimator import acceptance, document, original, pictures, published, report, routing, search, step
 from kimi_jax.estimator.constants import Constants
 from kimi_jax.estimator.explain import explain
 from kimi_jax.estimator.model import Drafter, k26
 from kimi_jax.estimator.scenario import Prefill, Scenario, default_acceptance, make_scenario
 from meshes import GPU, Preset, gpu, preset
+from meshes.devices import use_cpu_if_no_gpu
 from meshes.hardware import INFINIBAND_400, INFINIBAND_800
 
 
@@ -261,8 +263,74 @@ def run_explain(options: ExplainOptions) -> None:
     effects = explain(s, options.constants)
     if not options.constants:
         effects = [e for e in effects if e.swing >= 0.001]
-    title = f"{s.preset.name}, {s.gpu.name}, {search.describe(s.preset.layout)}, {s.concurrency} requests"
+    title = f"{s.preset.name}, {s.gpu.name}, {search.describe(s.preset.layout)}, {report.requests(s.concurrency)}"
     _show(options.json, lambda: [dataclasses.asdict(e) for e in effects], report.effects_table(effects, title))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """Options of `check`."""
+
+    mesh: str = "nvl72"
+    """Machine: local, hgx-ib-N, nvl36 or nvl72."""
+    gpu: str | None = None
+    """h100, h200, b200, gb200, b300 or gb300; by default the machine's usual one."""
+    dp: int | None = None
+    """Replicas."""
+    ep: int | None = None
+    """Ranks that share the experts and split the batch."""
+    tp: int | None = None
+    """Ranks that split heads and widths."""
+    experts: Literal["slots", "width"] = "slots"
+    """Whole experts over ep and tp, or experts over ep and their width over tp."""
+    exchange: Literal["allgather", "alltoall"] = "allgather"
+    """How rows reach experts and come back."""
+    split_cache: bool = False
+    """Split the latent cache along the sequence over tp instead of repeating it on every tp rank."""
+    concurrency: int = 64
+    """Requests in flight in the whole system."""
+    context: int = 8192
+    """Tokens in each request's cache."""
+    budget: int = 16
+    """Draft nodes of a request's tree; 0 decodes without a draft."""
+    layers: int = 3
+    """Compile and estimate the first N layers, one dense and the others with experts; 61 is the whole model."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+    def machine(self) -> Preset:
+        """The preset with the layout options applied."""
+        machine = preset(self.mesh).with_axes(dp=self.dp, ep=self.ep, tp=self.tp)
+        cache = "split" if self.split_cache else "copied"
+        return machine.with_layout(
+            dataclasses.replace(machine.layout, experts=self.experts, exchange=self.exchange, cache=cache)
+        )
+
+
+def run_check(options: CheckOptions) -> None:
+    """Hold the estimator's bytes and messages against a compiled round; fails where a part is more than 5 % apart."""
+    quiet_compiler()
+    use_cpu_if_no_gpu()
+    from kimi_jax.profiling import check
+    from kimi_jax.profiling.compile import Case, compile_program, kimi_drafter, with_layers
+    from kimi_jax.profiling.report import make_report
+
+    machine = options.machine()
+    config, drafter = with_layers(k26(), kimi_drafter(), options.layers)
+    case = Case(
+        config, machine, options.gpu or machine.gpu_names[0], requests=options.concurrency, context=options.context,
+        budget=options.budget, drafter=drafter if options.budget else None,
+    )  # fmt: skip
+    check.scenario_of(case)  # refuses what the estimator cannot say before the compile
+    with stages(Console(stderr=True, quiet=options.json)) as stage:
+        pairs = check.compare(make_report(compile_program(case, stage=stage)))
+    wrong = check.apart(pairs)
+    title = f"{options.layers} layers of a round on {machine.name} ({search.describe(machine.layout)}), {case.gpu}"
+    verdict = "Estimator and compiler agree." if not wrong else ""
+    _show(options.json, lambda: check.data(pairs), check.show(pairs, title), verdict)
+    if wrong:
+        parts = ", ".join(dict.fromkeys(pair.part for pair in wrong))
+        raise ValueError(f"estimator and compiler are more than {check.TOLERANCE:.0%} apart in: {parts}")
 
 
 def run_original(json: bool = False) -> None:
@@ -349,6 +417,7 @@ def main(args: Sequence[str] | None = None) -> None:
                 "recommend": run_recommend,
                 "compare": run_compare,
                 "explain": run_explain,
+                "check": run_check,
                 "original": run_original,
                 "validate": run_validate,
                 "plot": run_plot,

@@ -1,9 +1,10 @@
-"""Compile Kimi K2.6 for a cluster that is not here, and report what each GPU holds, moves and waits for in one round.
+"""Profile a decoding step: of Kimi K2.6 compiled for a cluster that is not here (--gpu), or run on this machine.
 
 Examples:
   uv run scripts/profile.py --mesh nvl72 --gpu gb300 --batch 64 --budget 16 --context 8192
-  uv run scripts/profile.py --mesh hgx-ib-16 --gpu h200 --layers 4 --json
+  uv run scripts/profile.py --mesh hgx-ib-16 --gpu h200 --layers 4 --html report.html
   uv run scripts/profile.py --mesh nvl72 --gpu gb300 --xla-dump dump
+  uv run scripts/profile.py --batch 2 --context 128 --trace trace
   uv run scripts/profile.py diff before.json after.json
 """
 
@@ -11,24 +12,39 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich.console import Console
 
-from kimi_jax.cli import errors_in_one_line, table_console
+from kimi_jax.cli import (
+    BUNDLED_CHECKPOINT,
+    BUNDLED_DRAFTER,
+    EngineOptions,
+    errors_in_one_line,
+    open_engine,
+    quiet_compiler,
+    stages,
+    table_console,
+)
 from meshes.devices import use_cpu_if_no_gpu
-from meshes.presets import preset
+from meshes.presets import Preset, preset
+
+if TYPE_CHECKING:
+    from kimi_jax.profiling.live import Live
+    from kimi_jax.profiling.report import Report
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Options of profile.py."""
 
-    mesh: str = "nvl72"
-    """Machine: local, hgx-ib-N (N GPUs in nodes of 8; hgx-ib is 16), nvl36 or nvl72."""
+    mesh: str | None = None
+    """Machine: local, hgx-ib-N (N GPUs in nodes of 8; hgx-ib is 16), nvl36 or nvl72. By default nvl72 with --gpu, else
+    local."""
     gpu: str | None = None
-    """h100, h200, b200, gb200, b300 or gb300; by default the machine's first."""
+    """Compile for absent GPUs: h100, h200, b200, gb200, b300 or gb300. Without it rounds are run and timed on this
+    machine's devices, simulated on the CPU where there are no GPUs."""
     dp: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Replicas with weights of their own; by default the preset's."""
     ep: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
@@ -37,77 +53,155 @@ class Options:
     """Ranks that split heads and widths; by default the preset's."""
     experts: Literal["slots", "width"] = "slots"
     """Whole experts on ep × tp, or each one's width on tp."""
-    batch: int = 64
-    """Requests in the whole machine."""
-    context: int = 8192
-    """Cached tokens of each request."""
+    split_cache: bool = False
+    """Split the latent cache over tp by position instead of copying it to every tp rank."""
+    batch: int | None = None
+    """Requests in the whole machine; by default 64 with --gpu, else 4."""
+    context: int | None = None
+    """Cached tokens of each request; by default 8192 with --gpu, else 128."""
     budget: int = 16
     """Draft tree nodes verified each round; 0 decodes without a drafter."""
     program: Literal["round", "decode", "prefill"] = "round"
-    """One round, the loop of rounds that decode.py dispatches, or one prefill chunk."""
+    """With --gpu: one round, the loop of rounds that decode.py dispatches, or one prefill chunk."""
     prefill_chunk: int = 512
     """Rows of each request in a prefill step."""
     layers: int | None = None
-    """Only the first N layers, for a quick look; all 61 take minutes."""
+    """With --gpu: only the first N layers, for a quick look; all 61 take minutes."""
+    rounds: int = 20
+    """Without --gpu: rounds to time."""
     checkpoint: Path | None = None
-    """Folder or config.json of another model of the family; by default K2.6."""
+    """With --gpu: folder or config.json of another model of the family than K2.6. Without: the checkpoint to run, by
+    default the bundled one."""
     drafter: Path | None = None
-    """Folder or config.json of another DFlash drafter; by default the public Kimi drafter."""
+    """Folder or config.json of another DFlash drafter than the public Kimi drafter, or the bundled one."""
     xla_dump: Path | None = None
     """Directory for XLA's dump: HLO before and after optimisation, buffer assignment, and an index of the files."""
+    trace: Path | None = None
+    """Without --gpu: directory for a profiler trace of the timed rounds, for xprof."""
     registers: bool = False
-    """Also report each Pallas kernel's registers and spills, as the assembler prints them."""
+    """With --gpu: each Pallas kernel's registers, spills and shared memory."""
+    html: Path | None = None
+    """Also write the report with plots as an HTML file."""
     json: bool = False
     """Print one JSON object instead of tables."""
 
+    def preset(self) -> Preset:
+        """The machine with the layout options applied."""
+        name = self.mesh or ("nvl72" if self.gpu else "local")
+        machine = preset(name).with_axes(dp=self.dp, ep=self.ep, tp=self.tp)
+        cache = "split" if self.split_cache else "copied"
+        return machine.with_layout(dataclasses.replace(machine.layout, experts=self.experts, cache=cache))
+
 
 def main(options: Options) -> None:
-    """Compiles one program and reports on it."""
+    """Compiles or runs one program and reports on it."""
     status = Console(stderr=True, quiet=options.json)
     with errors_in_one_line(Console(stderr=True)):
-        machine = preset(options.mesh).with_axes(dp=options.dp, ep=options.ep, tp=options.tp)
-        machine = machine.with_layout(dataclasses.replace(machine.layout, experts=options.experts))
-        use_cpu_if_no_gpu()  # before jax starts: its CUDA plugin then registers without a driver, to compile only
-
-        from kimi_jax.config import ModelConfig
-        from kimi_jax.drafter.config import DrafterConfig
-        from kimi_jax.estimator.model import k26
-        from kimi_jax.profiling.compile import Case, compile_program, kimi_drafter, with_layers
-        from kimi_jax.profiling.dump import write_index
-        from kimi_jax.profiling.report import make_report
-        from kimi_jax.profiling.tables import show
-
-        config = k26() if options.checkpoint is None else ModelConfig.from_json(options.checkpoint)
-        drafter = kimi_drafter() if options.drafter is None else DrafterConfig.from_json(options.drafter)
-        if options.layers is not None:
-            config, drafter = with_layers(config, drafter, options.layers)
-        elif options.budget:
-            drafter.check(config)
-        case = Case(
-            config,
-            machine,
-            (options.gpu or machine.gpu_names[0]).lower(),
-            requests=options.batch,
-            context=options.context,
-            budget=options.budget,
-            drafter=drafter,
-            program=options.program,
-            prefill_chunk=options.prefill_chunk,
-        )
-        with status.status(f"compiling {config.num_hidden_layers} layers for {machine.layout.num_devices} {case.gpu}"):
-            compiled = compile_program(case, dump=options.xla_dump, registers=options.registers)
-        report = make_report(compiled)
-        if options.xla_dump is not None:
-            write_index(options.xla_dump, compiled)
-        if options.json:
-            print(json.dumps(report.as_dict()))
+        if options.gpu is None:
+            report, live = run(options, status)
         else:
-            table_console().print(show(report))
+            report, live = compile_absent(options, options.gpu, status), None
+
+        from kimi_jax.profiling import page
+        from kimi_jax.profiling.tables import show, show_live
+
+        if options.html is not None:
+            page.write(report, options.html)
+        if options.json:
+            print(json.dumps(report.as_dict() | ({} if live is None else live.as_dict())))
+            return
+        console = table_console()
+        console.print(show(report))
+        if live is not None:
+            console.print(show_live(live, report))
+
+
+def compile_absent(options: Options, gpu: str, status: Console) -> "Report":
+    """Compiles for GPUs that are not here."""
+    if options.trace is not None:
+        raise ValueError("--trace needs a run: leave --gpu away")
+    machine = options.preset()
+    quiet_compiler()
+    use_cpu_if_no_gpu()  # before jax starts: its CUDA plugin then registers without a driver, to compile only
+
+    from kimi_jax.config import ModelConfig
+    from kimi_jax.drafter.config import DrafterConfig
+    from kimi_jax.estimator.model import k26
+    from kimi_jax.profiling.compile import Case, compile_program, kimi_drafter, with_layers
+    from kimi_jax.profiling.dump import write_index
+    from kimi_jax.profiling.report import make_report
+
+    config = k26() if options.checkpoint is None else ModelConfig.from_json(options.checkpoint)
+    drafter = kimi_drafter() if options.drafter is None else DrafterConfig.from_json(options.drafter)
+    if options.layers is not None:
+        config, drafter = with_layers(config, drafter, options.layers)
+    elif options.budget:
+        drafter.check(config)
+    case = Case(
+        config,
+        machine,
+        gpu.lower(),
+        requests=64 if options.batch is None else options.batch,
+        context=8192 if options.context is None else options.context,
+        budget=options.budget,
+        drafter=drafter,
+        program=options.program,
+        prefill_chunk=options.prefill_chunk,
+    )
+    with stages(status) as stage:
+        compiled = compile_program(case, dump=options.xla_dump, registers=options.registers, stage=stage)
+        report = make_report(compiled)
+    if options.xla_dump is not None:
+        write_index(options.xla_dump, compiled.text, case.title, report)
+    return report
+
+
+def run(options: Options, status: Console) -> "tuple[Report, Live]":
+    """Runs rounds on this machine's devices."""
+    only_compiled = {
+        "program": options.program != "round",
+        "layers": options.layers is not None,
+        "registers": options.registers,
+        "experts": options.experts != "slots",
+        "split-cache": options.split_cache,
+    }
+    for name, given in only_compiled.items():
+        if given:
+            raise ValueError(f"--{name} belongs to compiling for absent GPUs: add --gpu")
+    machine = options.preset()
+    bundled = options.checkpoint is None
+    engine_options = EngineOptions(
+        options.checkpoint or BUNDLED_CHECKPOINT, machine.name, machine.layout.dp, machine.layout.ep, machine.layout.tp
+    )
+    drafter = options.drafter or (BUNDLED_DRAFTER if bundled and options.budget else None)
+    if drafter is None and options.budget:
+        raise ValueError("a budget needs --drafter DIR: the folder of a drafter made for this checkpoint; or --budget 0")
+    opened = open_engine(engine_options, status, drafter)
+
+    from kimi_jax.profiling import live
+    from kimi_jax.profiling.dump import write_index
+    from kimi_jax.profiling.report import make_report
+
+    load = live.Load(
+        requests=4 if options.batch is None else options.batch,
+        context=128 if options.context is None else options.context,
+        budget=options.budget,
+        rounds=options.rounds,
+    )
+    with stages(status) as stage:
+        found = live.run(
+            opened.engine, opened.machine, opened.gpu.name, load,
+            trace=options.trace, dump=options.xla_dump, stage=stage,
+        )  # fmt: skip
+    report = make_report(found.compiled)
+    if options.xla_dump is not None:
+        write_index(options.xla_dump, found.compiled.text, found.compiled.case.title, report)
+    return report, found
 
 
 @dataclasses.dataclass(frozen=True)
 class Compare:
-    """Two reports that `--json` printed."""
+    """Two reports that `--json` printed, or two directories that `--xla-dump` wrote."""
 
     before: Annotated[Path, tyro.conf.Positional]
     """The older one."""

@@ -103,7 +103,7 @@ def prefill(
     multiple = programs.request_multiple
     requests = -(-len(prompts) // multiple) * multiple
     longest = max(map(len, prompts))
-    chunk = min(limits.prefill_chunk, _power_of_two(longest))
+    chunk = chunk_rows(longest, limits)
     steps = programs.speculation.max_depth + 1
     capacity = _round_up(max(longest + limits.max_new_tokens + steps, limits.least_capacity), programs.cache_multiple)
     padded = [*prompts, *[[] for _ in range(requests - len(prompts))]]
@@ -154,8 +154,9 @@ def _raise_if_failed(snapshot: Snapshot) -> None:
         )
 
 
-def _power_of_two(size: int) -> int:
-    return max(SMALLEST_CHUNK, 1 << (size - 1).bit_length())
+def chunk_rows(longest: int, limits: Limits) -> int:
+    """Rows of each request in a prefill step, for prompts of at most `longest` tokens: a power of two, or the limit."""
+    return min(limits.prefill_chunk, max(SMALLEST_CHUNK, 1 << (longest - 1).bit_length()))
 
 
 def _round_up(size: int, multiple: int) -> int:

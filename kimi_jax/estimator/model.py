@@ -7,6 +7,7 @@ from importlib import resources
 from typing import Literal
 
 from kimi_jax.config import ModelConfig
+from kimi_jax.drafter.config import DrafterConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +46,25 @@ class Drafter:
     num_heads: int = 64
     num_kv_heads: int = 8
     head_dim: int = 128
+    window: int = 4096
+    """Context tokens whose keys and values are kept."""
     bytes_per_weight: float = 2
     bytes_per_cached_value: float = 2
+
+    @classmethod
+    def of(cls, config: DrafterConfig) -> "Drafter":
+        """Sizes of a drafter's configuration."""
+        return cls(
+            block_size=config.block_size,
+            num_layers=config.num_hidden_layers,
+            num_taps=len(config.target_layer_ids),
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            window=config.draft_window,
+        )
 
     @property
     def max_depth(self) -> int:

@@ -21,6 +21,11 @@ def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "–"
 
 
+def requests(count: int) -> str:
+    """So many, in words."""
+    return "1 request" if count == 1 else f"{count} requests"
+
+
 def summary(e: Estimate) -> dict[str, Any]:
     """One estimate as one flat row."""
     layout = e.scenario.preset.layout
@@ -115,7 +120,7 @@ def speed_table(e: Estimate) -> Table:
         table.add_row(name, f"{value:,.0f}", f"{most:,.0f}", percent(value, most))
     drafted = f"{e.acceptance_length:.2f} tokens a step with {s.budget} draft nodes ({s.acceptance.name})"
     table.caption = (
-        f"{s.concurrency} requests of {s.context} tokens; {drafted if s.budget else 'no draft'}; "
+        f"{requests(s.concurrency)} of {s.context} tokens; {drafted if s.budget else 'no draft'}; "
         f"model error ±{100 * search.error_band(e):.0f} % on published systems like this"
     )
     return table
@@ -136,7 +141,7 @@ def memory_table(e: Estimate) -> Table:
     table.add_row("total", f"{m.total / GB:.1f}")
     table.add_row("capacity", f"{m.capacity / GB:.1f}")
     verdict = "fits" if m.fits else f"does not fit, {(m.total - m.capacity) / GB:.1f} GB over"
-    table.caption = f"{verdict}; {m.max_requests} requests of {e.scenario.context} tokens fit in the system"
+    table.caption = f"{verdict}; room for {requests(m.max_requests)} of {e.scenario.context} tokens in the system"
     return table
 
 

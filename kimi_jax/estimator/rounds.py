@@ -18,16 +18,7 @@ def round_costs(
       preset, gpu: where the rounds run, or would run.
       context: cached tokens of a request.
     """
-    sizes = Drafter(
-        block_size=drafter.block_size,
-        num_layers=drafter.num_hidden_layers,
-        num_taps=len(drafter.target_layer_ids),
-        hidden_size=drafter.hidden_size,
-        intermediate_size=drafter.intermediate_size,
-        num_heads=drafter.num_attention_heads,
-        num_kv_heads=drafter.num_key_value_heads,
-        head_dim=drafter.head_dim,
-    )
+    sizes = Drafter.of(drafter)
 
     def of(rows: int) -> Estimate:
         return estimate(

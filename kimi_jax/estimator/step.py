@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from kimi_jax.estimator import routing as routing_module
 from kimi_jax.estimator.collectives import Network, Transfer, all_reduce, dispatch_and_combine, gather_and_scatter
-from kimi_jax.estimator.model import Weights, cache_bytes_per_token, weight_bytes
+from kimi_jax.estimator.memory import Memory, drafter_context_bytes, memory
+from kimi_jax.estimator.model import Weights
 from kimi_jax.estimator.scenario import Scenario
 from meshes import GPU, expert_slots
 
@@ -38,7 +39,15 @@ class Part:
     flops_per_s: float = 1.0
     local_bytes: float = 0.0
     network_bytes: float = 0.0
+    messages: float = 0
+    activation_bytes: float = 0.0
+    """Of `hbm_bytes`, what is neither weights nor cache."""
     note: str = ""
+
+    @property
+    def argument_bytes(self) -> float:
+        """Of `hbm_bytes`, what lies in memory from step to step: weights, cache, the drafter's context."""
+        return self.hbm_bytes - self.activation_bytes
 
     @property
     def ms(self) -> float:
@@ -67,29 +76,6 @@ class Part:
             "arithmetic": self.compute_us, "link bandwidth": self.link_us,
         }  # fmt: skip
         return max(times, key=lambda name: times[name])
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one GPU."""
-
-    weights: dict[str, float]
-    cache: float
-    drafter: float
-    reserve: float
-    capacity: float
-    max_requests: int
-    """Requests in the whole system that fit at this context."""
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return sum(self.weights.values()) + self.cache + self.drafter + self.reserve
-
-    @property
-    def fits(self) -> bool:
-        """Whether the GPU holds it."""
-        return self.total <= self.capacity
 
 
 @dataclass(frozen=True)
@@ -172,19 +158,23 @@ def _peak(gpu: GPU, arithmetic: str) -> float:
 def _sum(*parts: Part) -> Part:
     """Parts that run one after the other in the same layer."""
     count, fixed, memory, compute, link, total, hbm, seconds, local, network = parts[0].count, *[0.0] * 9
+    messages, activations = (sum(getattr(p, name) for p in parts) for name in ("messages", "activation_bytes"))
     for part in parts:
         fixed, memory, compute = fixed + part.fixed_us, memory + part.memory_us, compute + part.compute_us
         link, total, hbm = link + part.link_us, total + part.total_us, hbm + part.hbm_bytes
         seconds += part.flops / part.flops_per_s
         local, network = local + part.local_bytes, network + part.network_bytes
     rate = parts[0].flops_per_s
-    return Part(count, fixed, memory, compute, link, total, hbm, seconds * rate, rate, local, network)
+    return Part(
+        count, fixed, memory, compute, link, total, hbm, seconds * rate, rate, local, network, messages, activations
+    )
 
 
-def _communication(count: int, transfer: Transfer) -> Part:
+def _communication(count: int, transfer: Transfer, messages: float = 1) -> Part:
     return Part(
         count, fixed_us=transfer.latency_us, link_us=transfer.us - transfer.latency_us, total_us=transfer.us,
-        local_bytes=transfer.local_bytes, network_bytes=transfer.network_bytes, note=transfer.algorithm,
+        local_bytes=transfer.local_bytes, network_bytes=transfer.network_bytes,
+        messages=messages if transfer.us else 0, note=transfer.algorithm,
     )  # fmt: skip
 
 
@@ -208,7 +198,10 @@ def _attention(s: Scenario, load: _Rows) -> Part:
         m.num_hidden_layers, 0.0, memory if memory >= compute else 0.0, compute if compute > memory else 0.0, 0.0,
         max(memory, compute), cache, flops, peak,
     )  # fmt: skip
-    rest = Part(m.num_hidden_layers, memory_us=elementwise_us, total_us=elementwise_us, hbm_bytes=elementwise)
+    rest = Part(
+        m.num_hidden_layers, memory_us=elementwise_us, total_us=elementwise_us, hbm_bytes=elementwise,
+        activation_bytes=elementwise,
+    )  # fmt: skip
     return _sum(projections, scores, rest)
 
 
@@ -260,9 +253,11 @@ def _exchange(s: Scenario, network: Network, load: _Rows) -> Part:
         either = (replace(s, preset=s.preset.with_layout(layout)) for layout in layouts)
         return min((_exchange(one, network, load) for one in either), key=lambda part: part.total_us)
     if layout.exchange == "allgather":
-        # Every group sends as many rows as the fullest one.
-        gathered = load.rows * layout.ep * m.hidden_size * 2
-        transfer = gather_and_scatter(network, s.preset.span("ep"), gathered)
+        # Every group sends as many rows as the fullest one, with an id and a weight for each choice; sums come back.
+        rows, span = load.rows * layout.ep, s.preset.span("ep")
+        gather = gather_and_scatter(network, span, rows * (2 * m.hidden_size + 8 * m.num_experts_per_tok))
+        scatter = gather_and_scatter(network, span, rows * 2 * m.hidden_size)
+        transfer = gather.times(0.5) + scatter.times(0.5)
     else:
         span = s.preset.span(*layout.expert_axes)
         # The rank that receives most is the last to finish.
@@ -270,60 +265,71 @@ def _exchange(s: Scenario, network: Network, load: _Rows) -> Part:
         transfer = dispatch_and_combine(
             network, span, rows, m.num_experts_per_tok, m.hidden_size, s.precision.dispatch_bytes
         )
-    return _communication(m.num_moe_layers, transfer)
+    return _communication(m.num_moe_layers, transfer, messages=2)
 
 
 def _reductions(s: Scenario, network: Network, load: _Rows) -> Part:
-    """Two all-reduces a layer over tp (attention output; experts, shared or dense output), and one for the logits."""
+    """Two all-reduces a layer over tp (attention; experts, shared or dense), and one of the embedding, split by words.
+
+    With a split cache every rank attends to its part of the sequence for all heads: queries are gathered, and each
+    head's parts with their log-sum-exps sent to the rank that holds the head.
+    """
     m, span = s.model, s.preset.span("tp")
     if span.size == 1:
         return Part(0)
     reduction = all_reduce(network, span, load.rows * m.hidden_size * 2)
     if not s.is_cache_split:
         return _communication(2 * m.num_hidden_layers + 1, reduction)
-    # Every rank attends to its part of the sequence for all heads: queries are gathered, outputs merged and scattered.
-    queries = load.rows * m.num_attention_heads * (m.kv_lora_rank + m.qk_rope_head_dim) * 2
-    layer = reduction.times(2) + gather_and_scatter(network, span, queries)
-    return _communication(m.num_hidden_layers, layer)
+    heads = load.rows * m.num_attention_heads
+    queries = gather_and_scatter(network, span, heads * 2 * (m.kv_lora_rank + m.qk_rope_head_dim)).times(0.5)
+    outputs = gather_and_scatter(network, span, heads * (2 * m.kv_lora_rank + 4)).times(0.5)
+    layer = reduction.times(2 + 1 / m.num_hidden_layers) + queries + outputs
+    return _communication(m.num_hidden_layers, layer, messages=4 + 1 / m.num_hidden_layers)
 
 
 def _drafter(s: Scenario, network: Network, load: _Rows) -> Part:
-    d, tp = s.drafter, s.preset.layout.tp
-    rows = load.requests * d.block_size
+    """Fusion of the accepted rows' taps, the block's layers on the context, and the target's head.
+
+    Two all-reduces a layer and one of the block's embedding, and an all-gather of the fused rows.
+    """
+    d, tp, span = s.drafter, s.preset.layout.tp, s.preset.span("tp")
+    rows, depth = load.requests * d.block_size, _depth(s)
     fixed_us = d.num_layers * s.kernels.overheads.drafter_layer_us
     layers = _gemm(s, 1, d.weights / tp, 8 * d.bytes_per_weight, rows, fixed_us)
-    head = _gemm(s, 1, Weights(s.model).head / tp, s.precision.head_bits, load.requests * d.max_depth)
-    reduction = all_reduce(network, s.preset.span("tp"), rows * d.hidden_size * 2)
-    return _sum(layers, head, _communication(1, reduction.times(2 * d.num_layers)))
+    head = _gemm(s, 1, Weights(s.model).head / tp, s.precision.head_bits, load.requests * depth)
+    ring = load.requests * drafter_context_bytes(s)
+    ring_us = ring / (s.constants.dense_bandwidth_fraction * s.gpu.hbm_bytes_per_s) * 1e6
+    context = Part(memory_us=ring_us, total_us=ring_us, hbm_bytes=ring)
+    reductions = all_reduce(network, span, rows * d.hidden_size * 2).times(2 * d.num_layers + 1)
+    fused = gather_and_scatter(network, span, load.requests * (depth + 1) * d.hidden_size * 2).times(0.5)
+    messages = 2 * d.num_layers + 2
+    return _sum(layers, head, context, _communication(1, reductions + fused, messages))
 
 
-def _memory(s: Scenario, load: _Rows) -> Memory:
-    layout, m, w = s.preset.layout, s.model, Weights(s.model)
-    totals = weight_bytes(m, s.precision)
-    replicated = m.num_hidden_layers * w.attention_replicated * s.precision.attention_bits / 8
-    slots = s.physical_slots or expert_slots(m.n_routed_experts, layout.expert_ranks)
-    width = layout.tp if layout.experts == "width" else 1
-    weights = {
-        "attention": replicated + (totals["attention"] - replicated) / layout.tp,
-        "router": totals["router"],
-        "experts": totals["experts"] / m.n_routed_experts * slots / layout.expert_ranks / width,
-        "shared_expert": totals["shared_expert"] / layout.tp,
-        "dense": totals["dense"] / layout.tp,
-        "head": totals["head"] / layout.tp,
-        "embedding": totals["embedding"] / layout.tp,
-    }
-    draft_weights = draft_cache = 0.0
-    if s.budget:
-        draft_weights = s.drafter.weights * s.drafter.bytes_per_weight / layout.tp
-        draft_cache = s.context * s.drafter.cache_bytes_per_token / min(layout.tp, s.drafter.num_kv_heads)
-    split = layout.tp if s.is_cache_split else 1
-    per_request = s.context * cache_bytes_per_token(m, s.precision) / split
-    free = s.gpu.hbm_bytes - sum(weights.values()) - draft_weights - s.constants.reserve_bytes
-    most = max(0, math.floor(free / (per_request + draft_cache))) * layout.dp * layout.ep
-    return Memory(
-        weights, load.requests * per_request, draft_weights + load.requests * draft_cache,
-        s.constants.reserve_bytes, s.gpu.hbm_bytes, most,
-    )  # fmt: skip
+def _depth(s: Scenario) -> int:
+    """Longest path of a draft tree."""
+    return min(s.drafter.max_depth, s.budget)
+
+
+def _tree(s: Scenario, network: Network, load: _Rows) -> Part:
+    """Candidates from each rank's logits, an all-gather of them with the ranks' log-sum-exps, and the tree itself."""
+    tp, fixed_us = s.preset.layout.tp, s.kernels.overheads.tree_us
+    positions = load.requests * _depth(s)
+    logits = positions * s.model.vocab_size * 4 / tp
+    logits_us = logits / (s.constants.dense_bandwidth_fraction * s.gpu.hbm_bytes_per_s) * 1e6
+    gathered = positions * tp * (8 * min(s.budget, s.model.vocab_size) + 4)
+    candidates = gather_and_scatter(network, s.preset.span("tp"), gathered).times(0.5)
+    build = Part(1, fixed_us, logits_us, 0.0, 0.0, fixed_us + logits_us, logits, activation_bytes=logits)
+    return _sum(build, _communication(1, candidates))
+
+
+def _head(s: Scenario, network: Network, load: _Rows) -> Part:
+    """Logits, and an all-gather of each rank's best word with its logit, whose latency is in `head_us`."""
+    c, tp = s.constants, s.preset.layout.tp
+    logits = _gemm(s, 1, Weights(s.model).head / tp, s.precision.head_bits, load.rows, c.head_us)
+    picks = gather_and_scatter(network, s.preset.span("tp"), load.rows * tp * 8).times(0.5)
+    sent = Part(local_bytes=picks.local_bytes, network_bytes=picks.network_bytes, messages=1 if picks.us else 0)
+    return _sum(logits, sent)
 
 
 def estimate(s: Scenario) -> Estimate:
@@ -332,8 +338,6 @@ def estimate(s: Scenario) -> Estimate:
     load, w = _rows(s), Weights(s.model)
     network = Network(gpu, s.preset.topology, c, s.link)
     tp, rows = layout.tp, load.rows
-    tree_bytes = load.requests * (s.drafter.max_depth * m.vocab_size * 4 / tp)
-    tree_us = tree_bytes / (c.dense_bandwidth_fraction * gpu.hbm_bytes_per_s) * 1e6
     has_draft = s.budget > 0
     launch_us = k.launch_us * m.num_hidden_layers + k.host_us
     parts = {
@@ -342,9 +346,9 @@ def estimate(s: Scenario) -> Estimate:
         "experts": _experts(s),
         "shared_expert": _gemm(s, m.num_moe_layers, w.shared / tp, s.precision.shared_bits, rows),
         "dense": _gemm(s, m.first_k_dense_replace, w.dense / tp, s.precision.shared_bits, rows),
-        "head": _gemm(s, 1, w.head / tp, s.precision.head_bits, rows, c.head_us),
+        "head": _head(s, network, load),
         "drafter": _drafter(s, network, load) if has_draft else Part(),
-        "tree": Part(1, k.tree_us, tree_us, 0.0, 0.0, k.tree_us + tree_us, tree_bytes) if has_draft else Part(),
+        "tree": _tree(s, network, load) if has_draft else Part(),
         "exchange": _exchange(s, network, load),
         "reductions": _reductions(s, network, load),
         "launch": Part(1, fixed_us=launch_us, total_us=launch_us),
@@ -366,7 +370,7 @@ def estimate(s: Scenario) -> Estimate:
         limit_ms=resources[limit_resource],
         limit_resource=limit_resource,
         acceptance_length=s.acceptance.length(s.budget),
-        memory=_memory(s, load),
+        memory=memory(s, load.requests),
     )
 
 

@@ -6,6 +6,7 @@ are joined by their log-sum-exps, which is exact. Two messages a layer: the quer
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -44,7 +45,8 @@ def attend_in_parts(
       queries: of this rank's heads.
     """
     width = queries[0].shape[-1]
-    every_head = all_gather(jnp.concatenate(queries, axis=-1), axis, dimension=2)
+    with jax.named_scope("reductions"):
+        every_head = all_gather(jnp.concatenate(queries, axis=-1), axis, dimension=2)
     # Every rank has the step's own rows; the first one attends to them.
     mine = ancestors & (axis_index(axis) == 0)
     everyone = (every_head[..., :width], every_head[..., width:])
@@ -59,7 +61,8 @@ def join_parts(
     requests, rows, heads, width = out.shape
     columns = [out.reshape(-1, width), lse.reshape(-1, 1)]
     words = pack_columns(columns).reshape(requests, rows, heads, -1)
-    received = all_to_all(words, axis, split=2, join=0)
+    with jax.named_scope("reductions"):
+        received = all_to_all(words, axis, split=2, join=0)
     outs, lses = unpack_columns(received.reshape(-1, received.shape[-1]), columns)
     parts = (axis_size(axis), requests, rows, -1)
     return merge(outs.reshape(*parts, width), lses.reshape(parts))[0]

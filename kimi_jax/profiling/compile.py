@@ -11,7 +11,7 @@ import re
 import resource
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -37,7 +37,7 @@ from kimi_jax.parallel.sharding import REQUESTS, rules
 from kimi_jax.parameters import Declaration, Parameters, abstract, declarations
 from kimi_jax.profiling.assembler import Assembled, caught_output, read, with_shared_memory
 from meshes.devices import build_mesh
-from meshes.presets import Preset
+from meshes.presets import Preset, expert_slots
 from meshes.targets import topology_devices
 
 Program = Literal["round", "decode", "prefill"]
@@ -105,6 +105,15 @@ class Case:
             raise ValueError(f"a budget of {self.budget} nodes needs a drafter's configuration")
 
     @property
+    def title(self) -> str:
+        """In one line."""
+        return (
+            f"{self.program} of {self.config.num_hidden_layers} layers on {self.preset.name} ({self.preset.layout}) "
+            f"with {self.gpu}: {self.requests} requests × {self.rows} rows at context {self.context}, "
+            f"{self.device_requests} requests a device"
+        )
+
+    @property
     def layout_multiple(self) -> int:
         """Batches are padded to a multiple of this."""
         return self.preset.layout.dp * self.preset.layout.ep
@@ -118,6 +127,11 @@ class Case:
     def device_requests(self) -> int:
         """Requests of one device."""
         return self.padded_requests // self.layout_multiple
+
+    @property
+    def expert_slots(self) -> int:
+        """Of one replica, over all its ranks."""
+        return expert_slots(self.config.n_routed_experts, self.preset.layout.expert_ranks)
 
     @property
     def rows(self) -> int:
@@ -227,14 +241,41 @@ def compile_program(
     """
     mesh = build_mesh(case.preset, topology_devices(case.preset, case.gpu))
     programs = programs_of(case, mesh)
-    parameters = _parameters(programs)
-    state = _state(programs, case)
-    arguments: list[Any] = [parameters, state]
+    arguments = program_arguments(case, programs, _parameters(programs))
+    return compile_for(case, programs, arguments, dump=dump, registers=registers, stage=stage)[0]
+
+
+def program_arguments(
+    case: Case, programs: Programs, parameters: Parameters, new_tokens: int = NEW_TOKENS
+) -> list[Any]:
+    """What a case's program takes: parameters that are given, everything else abstract.
+
+    Args:
+      new_tokens: room for emitted tokens of each request.
+    """
+    mesh = programs.mesh
+    arguments: list[Any] = [parameters, _state(programs, case, new_tokens)]
     if case.program == "decode":
         arguments.append(_array(mesh, (), jnp.int32, PartitionSpec()))
     if case.program == "prefill":
         arguments.append(_array(mesh, (case.padded_requests, case.prefill_chunk), jnp.int32, REQUESTS))
         arguments.append(_array(mesh, (case.padded_requests,), jnp.int32, REQUESTS))
+    return arguments
+
+
+def compile_for(
+    case: Case,
+    programs: Programs,
+    arguments: Sequence[Any],
+    *,
+    dump: Path | None = None,
+    registers: bool = False,
+    stage: Callable[[str], None] = lambda name: None,
+) -> tuple[Compiled, jax.stages.Compiled]:
+    """Compiles a case's program for arguments, parameters and state first, that are arrays or say how they would lie.
+
+    Returns what the report reads, and the program itself. Options and errors are `compile_program`'s.
+    """
     layers = f"{case.config.num_hidden_layers} layers for {case.preset.layout.num_devices} {case.gpu}"
     what = f"the {case.program} program for {case.preset.name} ({case.preset.layout}) on {case.gpu}"
     started = time.perf_counter()
@@ -254,16 +295,19 @@ def compile_program(
     compiled_at = time.perf_counter()
     stage("reading the compiled program")
     text = compiled.as_text()
-    return Compiled(
-        case=case,
-        text=text,
-        memory=_memory(compiled),
-        lower_seconds=lowered_at - started,
-        compile_seconds=compiled_at - lowered_at,
-        weights=tuple(_placed(parameters)),
-        state=tuple(_placed(state)),
-        assembled=with_shared_memory(read("".join(printed)), text) if registers else (),
-        host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    return (
+        Compiled(
+            case=case,
+            text=text,
+            memory=_memory(compiled),
+            lower_seconds=lowered_at - started,
+            compile_seconds=compiled_at - lowered_at,
+            weights=tuple(_placed(arguments[0])),
+            state=tuple(_placed(arguments[1])),
+            assembled=with_shared_memory(read("".join(printed)), text) if registers else (),
+            host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        ),
+        compiled,
     )
 
 
@@ -319,9 +363,9 @@ def _check_divides(module: str, declaration: Declaration, programs: Programs) ->
             )
 
 
-def _state(programs: Programs, case: Case) -> DecodeState:
+def _state(programs: Programs, case: Case, new_tokens: int) -> DecodeState:
     requests, mesh = case.padded_requests, programs.mesh
-    start = functools.partial(programs.start, capacity=case.capacity, max_new_tokens=NEW_TOKENS)
+    start = functools.partial(programs.start, capacity=case.capacity, max_new_tokens=new_tokens)
     shapes = cast(
         DecodeState,
         jax.eval_shape(

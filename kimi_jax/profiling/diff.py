@@ -1,6 +1,10 @@
-"""What changed between two reports (`scripts/profile.py --json`): memory, parts, messages, kernels and copies."""
+"""What changed between two reports or dumps of profile.py or decode.py: memory, parts, messages, kernels and copies.
+
+Of a dump the instructions that run are compared too: how many of each kind in each part, and the bytes between them.
+"""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,11 +12,16 @@ from typing import Any
 
 from rich.table import Table
 
+from kimi_jax.profiling.dump import PROGRAM, REPORT
+from kimi_jax.profiling.hlo import Module, part_of
+from kimi_jax.profiling.traffic import intermediates, is_kernel, kernel_name, launched
+
 _CASE = ("program", "mesh", "layout", "gpu", "layers", "requests", "rows_per_request", "context", "budget")
 _PART = (
     ("HBM bytes", lambda part: part["need"]["hbm_bytes"]),
     ("FLOPs", lambda part: part["need"]["flops"]),
     ("weight bytes read", lambda part: part["weight_bytes_read"]),
+    ("moved bytes", lambda part: part["moved_bytes"]),
     ("messages", lambda part: part["messages"]),
     ("link bytes", lambda part: part["link_bytes"]),
     ("floor µs", lambda part: part["floor_us"]),
@@ -29,29 +38,46 @@ class Change:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Reads a report.
+    """Every figure of a report, or of a dump's directory, by name; times of compiling are left out.
 
     Raises:
-      ValueError: a file that is no report of profile.py.
+      ValueError: a file that is no report of profile.py, a directory that is no dump.
     """
+    if path.is_dir():
+        report, program = path / REPORT, path / PROGRAM
+        if not program.exists():
+            raise ValueError(f"{path}: holds no {PROGRAM}; give a directory that --xla-dump wrote")
+        known = load(report) if report.exists() else {}
+        return known | dict(_instructions(Module(program.read_text())))
     try:
         report = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not JSON ({error}); give what `profile.py --json` printed") from None
     if not isinstance(report, dict) or "parts" not in report or "memory" not in report:
         raise ValueError(f"{path}: not a report; give what `profile.py --json` printed")
-    return report
+    return dict(figures(report))
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
-    """Every figure that differs, times of compiling left out."""
-    first, second = dict(_figures(before)), dict(_figures(after))
-    names = [*first, *(name for name in second if name not in first)]
-    pairs = ((name, first.get(name), second.get(name)) for name in names)
+    """Every figure that differs."""
+    names = [*before, *(name for name in after if name not in before)]
+    pairs = ((name, before.get(name), after.get(name)) for name in names)
     return [Change(name, old, new) for name, old, new in pairs if old != new]
 
 
-def _figures(report: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _instructions(module: Module) -> Iterator[tuple[str, Any]]:
+    counts: Counter[tuple[str, str]] = Counter()
+    for _, instruction, count in launched(module):
+        name = f"kernel {kernel_name(instruction)}" if is_kernel(instruction) else instruction.opcode
+        counts[part_of(instruction.op_name), name] += count
+    for (part, name), count in sorted(counts.items()):
+        yield f"{part}: instructions, {name}", count
+    for part, num_bytes in sorted(intermediates(module).items()):
+        yield f"{part}: activations moved", num_bytes
+
+
+def figures(report: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What a report says, by name, without times of compiling."""
     for name in _CASE:
         yield name, report[name]
     memory = report["memory"]
@@ -70,6 +96,7 @@ def _figures(report: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for kernel in report["assembled"]:
         yield f"kernel {kernel['name']}: registers", kernel["registers"]
         yield f"kernel {kernel['name']}: spill stores", kernel["spill_store_bytes"]
+        yield f"kernel {kernel['name']}: shared memory", kernel["shared_bytes"]
     for found in report["materialised"]:
         yield f"copy of {found['array']} in {found['part']}", found["bytes"]
     yield "host transfers", len(report["host_transfers"])
@@ -79,7 +106,7 @@ def _figures(report: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def show(found: list[Change]) -> Table | str:
     """For a terminal."""
     if not found:
-        return "the reports are equal"
+        return "they are equal"
     table = Table()
     table.add_column("what")
     table.add_column("before", justify="right")

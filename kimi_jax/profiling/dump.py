@@ -1,10 +1,15 @@
 """The index page of an XLA dump: what each file holds, and which instruction belongs to which part of the model."""
 
+import json
 import re
 from pathlib import Path
 
-from kimi_jax.profiling.compile import Compiled
 from kimi_jax.profiling.hlo import Module, part_of
+from kimi_jax.profiling.report import Report
+from kimi_jax.profiling.traffic import launched
+
+PROGRAM, REPORT = "program.hlo.txt", "report.json"
+"""Files of a dump."""
 
 _KINDS = (
     ("before_optimizations.txt", "HLO as jax lowered it, before any of XLA's passes"),
@@ -20,15 +25,20 @@ _KINDS = (
 )
 
 
-def write_index(directory: Path, compiled: Compiled) -> Path:
-    """Writes `index.md` into a dump that `compile_program` made, and the optimised HLO as `program.hlo.txt`."""
-    case = compiled.case
-    (directory / "program.hlo.txt").write_text(compiled.text)
+def write_index(directory: Path, text: str, title: str, report: Report | None = None) -> Path:
+    """Writes into a dump what `profile.py diff` reads and a person needs: `index.md` and the optimised HLO.
+
+    Args:
+      directory: where a compile with `dump_options` left its files.
+      text: the compiled program's.
+      title: what was compiled, in one line.
+      report: written beside it as `report.json`.
+    """
+    (directory / PROGRAM).write_text(text)
+    if report is not None:
+        (directory / REPORT).write_text(json.dumps(report.as_dict()))
     lines = [
-        f"# XLA dump: {case.program} on {case.preset.name} ({case.preset.layout}) with {case.gpu}",
-        "",
-        f"{case.config.num_hidden_layers} layers, {case.requests} requests, context {case.context}, budget "
-        f"{case.budget}. Files of the program itself have `jit_{case.program}` in their names.",
+        f"# XLA dump: {title}",
         "",
         "| file | bytes | what it holds |",
         "|---|---|---|",
@@ -40,15 +50,12 @@ def write_index(directory: Path, compiled: Compiled) -> Path:
         "",
         "## Instructions by part",
         "",
-        "In the order they run, without what costs nothing. `layer` is the target's.",
+        "In the order they run, without what costs nothing. `layer` is the target's. A trace shows the same names.",
         "",
         "| instruction | operation | part | layer | result bytes | scope |",
         "|---|---|---|---|---|---|",
     ]
-    free = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant")
-    for _, instruction, _ in Module(compiled.text).executed():
-        if instruction.opcode in free:
-            continue
+    for _, instruction, _ in launched(Module(text)):
         layer = re.search(r"layer(\d+)/", instruction.op_name)
         lines.append(
             f"| {instruction.name} | {instruction.opcode} | {part_of(instruction.op_name)} | "
@@ -60,7 +67,9 @@ def write_index(directory: Path, compiled: Compiled) -> Path:
 
 
 def _kind(name: str) -> str:
-    if name == "program.hlo.txt":
+    if name == PROGRAM:
         return "the optimised HLO that the report reads"
+    if name == REPORT:
+        return "the report, as --json prints it"
     matching = [what for ending, what in _KINDS if ending in name]
     return matching[-1] if matching else ""

@@ -15,7 +15,8 @@ PARTS = (
     "attention", "router", "experts", "shared_expert", "dense", "head", "drafter", "tree", "exchange", "reductions",
     "other",
 )  # fmt: skip
-"""In the order of a table; `other` is embedding, final norm, sampling, and what commits a round."""
+"""In the order of a table; `other` is embedding, final norm, and what commits a round."""
+_SCOPES = {part: part for part in PARTS} | {"sampling": "head"}
 
 _ITEM_BITS = {
     "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "f16": 16, "bf16": 16, "s32": 32, "u32": 32,
@@ -89,7 +90,7 @@ def part_of(op_name: str) -> str:
     scopes = [re.sub(r"^\w+\((.*)\)$", r"\1", scope) for scope in op_name.split("/")]
     if "drafter" in scopes:
         return "drafter"
-    return next((scope for scope in reversed(scopes) if scope in PARTS), "other")
+    return next((_SCOPES[scope] for scope in reversed(scopes) if scope in _SCOPES), "other")
 
 
 @functools.lru_cache(maxsize=65536)

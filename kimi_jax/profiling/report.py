@@ -6,6 +6,7 @@ bfloat16 peak, and the bytes of its messages at the link's. Nothing here is a me
 
 import dataclasses
 import math
+from collections import Counter
 from typing import Any
 
 from kimi_jax.decoding.programs import CACHE_MULTIPLE
@@ -59,7 +60,10 @@ class PartReport:
     weight_bytes_read: int
     """Of weights, by the compiled instructions; kernels are taken to read their operands whole."""
     weight_bytes_held: int
-    moved_bytes: float
+    cache_bytes_read: int
+    context_bytes_read: int
+    """Of the drafter's keys and values."""
+    moved_bytes: int
     """Of arguments and activations that the compiled instructions read and write. Pallas kernels count with what they
     read of arguments, those of the routed experts with what routing is expected to touch."""
     collectives: tuple[Collective, ...]
@@ -179,15 +183,14 @@ def make_report(compiled: Compiled) -> Report:
     card = gpu(case.gpu)
     needed, held = needs(case, compiled.weights), weight_bytes(compiled.weights)
     names = {array.name for array in compiled.weights}
-    read: dict[str, int] = {}
-    moved: dict[str, float] = dict(traffic.intermediates(module))
+    read: Counter[tuple[str, str]] = Counter()
+    moved: Counter[str] = Counter(traffic.intermediates(module))
     for (array, part), num_bytes in traffic.reads(module).items():
-        of_weights = weight_part(array) if array in names else None
-        if of_weights not in (None, "embedding"):
-            read[part] = read.get(part, 0) + num_bytes
-        if of_weights != "experts":
-            moved[part] = moved.get(part, 0) + num_bytes
-    moved["experts"] = moved.get("experts", 0) + needed.get("experts", Need()).hbm_bytes
+        kind = weight_part(array) if array in names else array.removeprefix("state.").split(".")[0]
+        read[part, "weights" if array in names and kind != "embedding" else kind] += num_bytes
+        if kind != "experts":
+            moved[part] += num_bytes
+    moved["experts"] += round(needed.get("experts", Need()).hbm_bytes)
     sent, kernels = collectives(module, case.preset.layout.axis_sizes), traffic.kernels(module)
     network = Network(card, case.preset.topology, Constants(), LINKS[card.local_link.name])
     parts = []
@@ -199,9 +202,11 @@ def make_report(compiled: Compiled) -> Report:
             PartReport(
                 part=part,
                 need=need,
-                weight_bytes_read=read.get(part, 0),
+                weight_bytes_read=read[part, "weights"],
                 weight_bytes_held=held.get(part, 0),
-                moved_bytes=moved.get(part, 0),
+                cache_bytes_read=read[part, "cache"],
+                context_bytes_read=read[part, "context"],
+                moved_bytes=moved[part],
                 collectives=messages,
                 messages=sum(message.count for message in messages),
                 link_bytes=sum(t.local_bytes + t.network_bytes for t in transfers),

@@ -3,18 +3,13 @@
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from kimi_jax.profiling.live import Live
 from kimi_jax.profiling.report import PartReport, Report
 from kimi_jax.profiling.traffic import Materialised
 
 
 def show(report: Report) -> RenderableType:
     """Tables and notes."""
-    case = report.case
-    head = (
-        f"{case.program} of {case.config.num_hidden_layers} layers on {case.preset.name} ({case.preset.layout}) with "
-        f"{case.gpu}: {case.requests} requests × {case.rows} rows at context {case.context}, "
-        f"{case.device_requests} requests a device"
-    )
     notes = [
         report.verdict,
         f"Routed experts: {report.touched_experts:.1f} a rank and layer when routing is uniform.",
@@ -29,7 +24,7 @@ def show(report: Report) -> RenderableType:
     tables = [_memory_table(report), _parts_table(report), _messages_table(report)]
     if report.assembled:
         tables.append(_assembler_table(report))
-    return Group(head, *tables, *notes)
+    return Group(report.case.title, *tables, *notes)
 
 
 def moved(parts: tuple[PartReport, ...]) -> float:
@@ -126,3 +121,24 @@ def _assembler_table(report: Report) -> Table:
         shared = "" if k.shared_bytes is None else f"{k.shared_bytes:,}"
         table.add_row(k.name, *map(str, (k.registers, k.stack_bytes, k.spill_store_bytes, k.spill_load_bytes)), shared)
     return table
+
+
+def show_live(live: Live, report: Report) -> RenderableType:
+    """What was measured, beside the floors."""
+    times = [1e3 * seconds for seconds in live.round_seconds]
+    phases = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in live.phase_seconds.items())
+    lines = [
+        f"Measured: {len(times)} rounds, median {1e3 * live.median_seconds:.2f} ms, least {min(times):.2f}, most "
+        f"{max(times):.2f}; floor {report.floor_us / 1e3:.3f} ms on {report.case.gpu}.",
+        f"Timed apart: {phases}.",
+    ]
+    if not live.part_seconds:
+        return Group(*lines)
+    table = Table(title="one round on one device, from the trace", title_justify="left")
+    table.add_column("part")
+    for name in ("busy µs", "floor µs"):
+        table.add_column(name, justify="right")
+    for part in report.parts:
+        busy = live.part_seconds.get(part.part, 0.0)
+        table.add_row(part.part, f"{1e6 * busy:,.0f}", f"{part.floor_us:,.0f}")
+    return Group(table, *lines)

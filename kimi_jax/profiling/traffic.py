@@ -8,7 +8,7 @@ from kimi_jax.profiling.hlo import FORWARDING, Instruction, Module, part_of
 _SLICES = ("slice", "dynamic-slice", "gather")
 _IN_PLACE = ("scatter", "dynamic-update-slice")
 _FREE = ("parameter", "tuple", "get-tuple-element", "constant", "partition-id", "replica-id", "after-all", *FORWARDING)
-_CONTROL = ("while", "call", "conditional", "async-start", "async-update")
+CONTROL = ("while", "call", "conditional", "async-start", "async-update")
 _LAYOUT_ONLY = (
     "parameter", "bitcast", "copy", "slice", "dynamic-slice", "transpose", "reshape", "concatenate", "pad", "constant",
     "tuple", "get-tuple-element", "convert", "broadcast",
@@ -71,7 +71,7 @@ def reads(module: Module) -> dict[tuple[str, str], int]:
     A kernel is taken to read its whole operand once, also one that it is given twice.
     """
     totals: dict[tuple[str, str], int] = {}
-    for computation, instruction, count in _launched(module):
+    for computation, instruction, count in launched(module):
         for name in dict.fromkeys(instruction.operands):
             source = module.source(computation, name)
             if source is not None:
@@ -87,7 +87,7 @@ def intermediates(module: Module) -> dict[str, int]:
     place with the update's. Pallas kernels are left out: what they touch of an array may depend on its values.
     """
     totals: dict[str, int] = {}
-    for computation, instruction, count in _launched(module):
+    for computation, instruction, count in launched(module):
         if instruction.opcode == "custom-call":
             continue
         moved = _written(module, computation, instruction)
@@ -135,11 +135,11 @@ def kernel_name(instruction: Instruction) -> str:
     return scopes[-1] if scopes else instruction.name
 
 
-def _launched(module: Module) -> Iterator[tuple[str, Instruction, int]]:
+def launched(module: Module) -> Iterator[tuple[str, Instruction, int]]:
     """What moves bytes when it runs, its computation, and how often."""
     for computation, instruction, count in module.executed():
         done = instruction.opcode.endswith("-done")  # the start has moved it
-        if not done and instruction.opcode not in _FREE and instruction.opcode not in _CONTROL:
+        if not done and instruction.opcode not in _FREE and instruction.opcode not in CONTROL:
             yield computation, instruction, count
 
 

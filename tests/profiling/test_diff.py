@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from kimi_jax.profiling.diff import Change, changes, load, show
+from kimi_jax.profiling.diff import Change, changes, figures, load, show
 
 REPORT = {
     "program": "round", "mesh": "nvl72", "layout": {"tp": 8}, "gpu": "gb300", "layers": 2, "requests": 64,
@@ -14,11 +14,12 @@ REPORT = {
     "parts": [
         {
             "part": "exchange", "need": {"hbm_bytes": 0, "flops": 0}, "weight_bytes_read": 0, "messages": 2,
+            "moved_bytes": 7,
             "link_bytes": 64, "floor_us": 1.5, "kernels": [],
             "collectives": [{"kind": "all-gather", "axes": ["ep"], "bytes": 32, "count": 2}],
         }
     ],
-    "assembled": [{"name": "gate_up", "registers": 168, "spill_store_bytes": 0}],
+    "assembled": [{"name": "gate_up", "registers": 168, "spill_store_bytes": 0, "shared_bytes": 4096}],
     "materialised": [],
 }  # fmt: skip
 
@@ -29,15 +30,15 @@ def test_only_what_differs_is_listed():
     after["parts"][0]["collectives"] = [{"kind": "all-to-all", "axes": ["ep", "tp"], "bytes": 32, "count": 2}]
     after["assembled"][0]["spill_store_bytes"] = 8
     after["materialised"] = [{"array": "target.w", "part": "attention", "bytes": 99}]
-    assert changes(REPORT, after) == [
+    assert changes(dict(figures(REPORT)), dict(figures(after))) == [
         Change("memory: weights of attention", 1000, 1200),
         Change("exchange: all-gather over ep of 32 bytes", 2, None),
         Change("kernel gate_up: spill stores", 0, 8),
         Change("exchange: all-to-all over ep × tp of 32 bytes", None, 2),
         Change("copy of target.w in attention", None, 99),
     ]
-    assert changes(REPORT, REPORT) == []
-    assert show([]) == "the reports are equal"
+    assert changes(dict(figures(REPORT)), dict(figures(REPORT))) == []
+    assert show([]) == "they are equal"
 
 
 def test_what_is_no_report_is_refused(tmp_path):

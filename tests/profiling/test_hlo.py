@@ -149,7 +149,7 @@ def test_host_transfers(module):
         ("jit(round)/layer3/experts/exchange/all_gather", "exchange"),
         ("jit(round)/drafter/attention/dot", "drafter"),
         ("jit(round)/tree/vmap(tree)/top_k", "tree"),
-        ("jit(round)/sampling/argmax", "other"),
+        ("jit(round)/sampling/argmax", "head"),
         ("", "other"),
     ],
 )

@@ -1,0 +1,211 @@
+"""A run on this machine's devices: measured rounds beside the compiled program's report, and a profiler trace."""
+
+import dataclasses
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.profiler import ProfileData
+
+from kimi_jax.decoding.engine import PLAIN, Draft, Engine
+from kimi_jax.decoding.generate import Limits, chunk_rows, prefill
+from kimi_jax.decoding.programs import Programs
+from kimi_jax.decoding.sampling import Sampling
+from kimi_jax.parameters import Parameters
+from kimi_jax.profiling.compile import Case, Compiled, Program, compile_for, program_arguments
+from kimi_jax.profiling.dump import write_index
+from kimi_jax.profiling.hlo import Module, part_of
+from kimi_jax.profiling.traffic import CONTROL
+from meshes.presets import Preset
+
+WARM_UP = 2
+"""Rounds that run before any is measured."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What is run."""
+
+    requests: int
+    """In the whole machine."""
+    context: int
+    """Cached tokens of each before the first round."""
+    budget: int
+    rounds: int
+    """Measured ones."""
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "context", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+
+
+@dataclasses.dataclass(frozen=True)
+class Live:
+    """A measured run."""
+
+    compiled: Compiled
+    round_seconds: tuple[float, ...]
+    """Of each measured round, from its dispatch to its end."""
+    phase_seconds: dict[str, float]
+    """Draft, verify and commit; see `decoding.timing`."""
+    part_seconds: dict[str, float]
+    """Busy time of one device in one round by part, from the trace; empty without one."""
+
+    @property
+    def median_seconds(self) -> float:
+        """Of a round."""
+        return statistics.median(self.round_seconds)
+
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, beside the report's."""
+        return {
+            "measured_round_seconds": list(self.round_seconds),
+            "measured_phase_seconds": self.phase_seconds,
+            "traced_part_seconds": self.part_seconds,
+        }
+
+
+def run(
+    engine: Engine,
+    machine: Preset,
+    gpu: str,
+    load: Load,
+    *,
+    trace: Path | None = None,
+    dump: Path | None = None,
+    stage: Callable[[str], None] = lambda name: None,
+) -> Live:
+    """Fills the cache with random text, then runs and times rounds one by one.
+
+    A round's time does not depend on what it accepts, so the text does not matter; how experts are picked does, a
+    little. The report's context is that of the last round.
+
+    Args:
+      gpu: whose data sheet the floors are taken from.
+      trace: directory for a profiler trace of the measured rounds.
+      dump: directory for XLA's dump.
+    """
+    draft = Draft("ddtree", load.budget) if load.budget and engine.drafter is not None else PLAIN
+    programs = engine.programs(Sampling(), draft, load.requests)
+    steps = programs.speculation.max_depth + 1
+    new_tokens = (WARM_UP + load.rounds) * steps + 1
+    drafter = None if engine.drafter is None else engine.drafter.config
+    case = Case(
+        engine.config, machine, gpu, load.requests, load.context + new_tokens,
+        budget=0 if draft is PLAIN else load.budget, drafter=drafter, dtype=engine.dtype,
+    )  # fmt: skip
+    random = np.random.default_rng(0)
+    prompts = random.integers(0, engine.config.vocab_size // 2, (load.requests, load.context)).tolist()
+    limits = Limits(max_new_tokens=new_tokens)
+    parameters: Parameters = {name: engine.parameters[name] for name in programs.needs}
+    with jax.default_matmul_precision("highest"):
+        stage(f"running {load.requests} × {load.context} tokens of context")
+        state = jax.block_until_ready(prefill(programs, parameters, prompts, limits))
+        compiled, program = compile_for(case, programs, (parameters, state), dump=dump, stage=stage)
+        stage(f"running {load.rounds} rounds")
+        for _ in range(WARM_UP):
+            state = jax.block_until_ready(program(parameters, state))
+        if trace is not None:
+            jax.profiler.start_trace(str(trace))
+        times = []
+        for number in range(load.rounds):
+            with jax.profiler.StepTraceAnnotation("round", step_num=number):
+                started = time.perf_counter()
+                state = jax.block_until_ready(program(parameters, state))
+                times.append(time.perf_counter() - started)
+        if trace is not None:
+            jax.profiler.stop_trace()
+    stage("timing draft, verification and commit")
+    phases = engine.part_seconds(prompts, limits, Sampling(), draft)
+    parts = {}
+    if trace is not None:
+        parts = part_seconds(trace, Module(compiled.text), load.rounds * machine.layout.num_devices)
+    return Live(compiled, tuple(times), phases, parts)
+
+
+class Trace:
+    """A profiler trace of the second dispatch of a generation, in which nothing is compiled and no prompt is read."""
+
+    def __init__(self, directory: Path | None):
+        self._directory, self._ended = directory, 0
+
+    def dispatched(self) -> None:
+        """To be called after each dispatch."""
+        self._ended += 1
+        if self._directory is not None and self._ended == 1:
+            jax.profiler.start_trace(str(self._directory))
+        elif self._directory is not None and self._ended == 2:
+            jax.profiler.stop_trace()
+
+    def close(self) -> str:
+        """Ends the trace where the text ended early, and says what there is."""
+        if self._directory is None:
+            return ""
+        if self._ended == 1:
+            jax.profiler.stop_trace()
+            return "no trace: the text ended with its first dispatch; ask for more tokens"
+        return f"trace of one dispatch in {self._directory}"
+
+
+def dump_generation(
+    engine: Engine,
+    machine: Preset,
+    gpu: str,
+    programs: Programs,
+    directory: Path,
+    *,
+    requests: int,
+    context: int,
+    new_tokens: int,
+) -> None:
+    """XLA's dump of the programs of a generation, compiled once more for it: `prefill` and `decode`, with index pages.
+
+    Args:
+      programs: those that ran.
+      context: tokens of the longest prompt.
+    """
+    kinds: tuple[Program, ...] = ("prefill", "decode")
+    parameters: Parameters = {name: engine.parameters[name] for name in programs.needs}
+    for program in kinds:
+        case = Case(
+            engine.config, machine, gpu, requests, context + new_tokens,
+            budget=getattr(programs.speculation, "budget", 0),
+            drafter=None if engine.drafter is None else engine.drafter.config,
+            program=program, prefill_chunk=chunk_rows(context, Limits()), dtype=engine.dtype,
+        )  # fmt: skip
+        arguments = program_arguments(case, programs, parameters, new_tokens)
+        compiled, _ = compile_for(case, programs, arguments, dump=directory / program)
+        write_index(directory / program, compiled.text, case.title)
+
+
+def part_seconds(trace: Path, module: Module, executions: int) -> dict[str, float]:
+    """Seconds that the operations of one execution take on one device, by part, from a trace of so many executions.
+
+    Operations are found by their HLO name, which XLA's profiler attaches to what it records.
+
+    Raises:
+      ValueError: a directory without a trace.
+    """
+    files = sorted(trace.glob("plugins/profile/*/*.xplane.pb"))
+    if not files:
+        raise ValueError(f"{trace} holds no profiler trace")
+    parts = {
+        instruction.name: part_of(instruction.op_name)
+        for _, instruction, _ in module.executed()
+        if instruction.opcode not in CONTROL  # it lasts as long as what it runs
+    }
+    nanoseconds: Counter[str] = Counter()
+    for plane in ProfileData.from_file(str(files[-1])).planes:
+        for line in plane.lines:
+            for event in line.events:
+                name = next((str(value) for stat, value in event.stats if stat == "hlo_op"), None)
+                if name in parts:
+                    nanoseconds[parts[name]] += round(event.duration_ns)
+    return {part: total / executions / 1e9 for part, total in nanoseconds.items()}
