@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from kimi_jax.cli import BUNDLED_CHECKPOINT, MeshOptions, errors_in_one_line
+from kimi_jax.cli import BUNDLED_CHECKPOINT, MeshOptions, errors_in_one_line, on_disk
 from meshes.devices import build_mesh, simulate
 
 GB = 1e9
@@ -117,7 +117,7 @@ class ConvertOptions:
     """Options of `to-orbax` and `to-hf`."""
 
     checkpoint: Path = BUNDLED_CHECKPOINT
-    """Folder to read."""
+    """Folder to read, or a name on the hub."""
     output: Path
     """Folder to create; it appears when it is complete."""
     workers: int = 8
@@ -126,31 +126,31 @@ class ConvertOptions:
 
 def run_to_orbax(options: ConvertOptions) -> None:
     """Write an HF checkpoint as a sharded one, a layer in memory at a time; needs no GPU."""
-    with _conversion(options) as (config, progress):
+    with _conversion(options) as (source, config, progress):
         from kimi_jax.checkpoint.convert import to_orbax
         from kimi_jax.model.transformer import CausalLM
 
         to_orbax(
-            options.checkpoint, options.output, CausalLM(config), config.key_prefix,
+            source, options.output, CausalLM(config), config.key_prefix,
             num_experts=config.n_routed_experts, dtype="bfloat16", progress=progress, workers=options.workers,
         )  # fmt: skip
 
 
 def run_to_hf(options: ConvertOptions) -> None:
     """Write a sharded checkpoint in the HF layout, tensors byte-identical; needs no GPU."""
-    with _conversion(options) as (config, progress):
+    with _conversion(options) as (source, config, progress):
         from kimi_jax.checkpoint.convert import to_huggingface
         from kimi_jax.model.transformer import CausalLM
 
         to_huggingface(
-            options.checkpoint, options.output, CausalLM(config), config.key_prefix,
+            source, options.output, CausalLM(config), config.key_prefix,
             num_experts=config.n_routed_experts, progress=progress, workers=options.workers,
         )  # fmt: skip
 
 
 @contextlib.contextmanager
 def _conversion(options: ConvertOptions) -> Iterator[tuple]:
-    """The model's configuration and a progress bar for a conversion on this machine's CPU."""
+    """The folder, the model's configuration and a progress bar for a conversion on this machine's CPU."""
     status = Console(stderr=True, soft_wrap=True)
     columns = (
         TextColumn("reading {task.fields[name]}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
@@ -160,7 +160,8 @@ def _conversion(options: ConvertOptions) -> Iterator[tuple]:
         simulate(1)
         from kimi_jax.config import ModelConfig
 
-        config = ModelConfig.from_json(options.checkpoint)
+        source = on_disk(options.checkpoint, status)
+        config = ModelConfig.from_json(source)
         started = time.perf_counter()
         with Progress(*columns, console=status, transient=True) as bar:
             task = bar.add_task("read", total=None, name=options.checkpoint.name)
@@ -168,7 +169,7 @@ def _conversion(options: ConvertOptions) -> Iterator[tuple]:
             def progress(done: int, total: int) -> None:
                 bar.update(task, completed=done, total=total)
 
-            yield config, progress
+            yield source, config, progress
         size = sum(path.stat().st_size for path in options.output.rglob("*") if path.is_file())
         seconds = time.perf_counter() - started
         status.print(f"{options.output}: {size / GB:,.3f} GB in {seconds:,.1f} s", style="dim", highlight=False)

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 import tyro
@@ -109,7 +109,7 @@ def run_perplexity(options: PerplexityOptions) -> None:
             task = bar.add_task("windows", total=None)
             results = perplexity(
                 opened.engine, documents, window=options.window, stride=stride, batch=options.batch,
-                journal=options.journal, checkpoint=fingerprint(options.checkpoint),
+                journal=options.journal, checkpoint=fingerprint(opened.folder),
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )  # fmt: skip
         total = together(results)
@@ -239,6 +239,14 @@ class CompareOptions(EngineOptions):
     """Its tensor ranks."""
     other_dtype: Dtype | None = None
     """Its type of activations and dense weights."""
+    other_experts: Literal["slots", "width"] | None = None
+    """How its experts are split."""
+    other_exchange: Literal["auto", "allgather", "alltoall", "tensor", "ragged"] | None = None
+    """How its rows reach experts."""
+    other_cache: Literal["copied", "split"] | None = None
+    """How its latent cache lies."""
+    other_placement: Path | None = None
+    """Its experts' placement."""
     tokens: int = 512
     """Tokens of each text at most."""
     batch: int = 8
@@ -252,16 +260,11 @@ class CompareOptions(EngineOptions):
 
     def other(self) -> "CompareOptions":
         """The options of the other."""
-        layout = {"dp": self.other_dp, "ep": self.other_ep, "tp": self.other_tp}
-        if self.other_mesh is None:
-            layout = {name: getattr(self, name) if value is None else value for name, value in layout.items()}
-        return dataclasses.replace(
-            self,
-            checkpoint=self.other_checkpoint or self.checkpoint,
-            mesh=self.other_mesh or self.mesh,
-            dtype=self.other_dtype or self.dtype,
-            **layout,
-        )
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        changes = {name.removeprefix("other_"): value for name, value in given.items()
+                   if name.startswith("other_") and value is not None}  # fmt: skip
+        preset = {} if self.other_mesh is None else {"dp": None, "ep": None, "tp": None}
+        return dataclasses.replace(self, **preset | changes)
 
 
 def run_compare(options: CompareOptions) -> None:
@@ -270,9 +273,10 @@ def run_compare(options: CompareOptions) -> None:
     with errors_in_one_line(status):
         other = options.other()
         if other == options:
-            raise ValueError("the two are the same: give another --other-checkpoint, -mesh, -dp, -ep, -tp or -dtype")
-        if not use_cpu_if_no_gpu():  # before either starts the devices
-            simulate(max(each.preset().layout.num_devices for each in (options, other)))
+            raise ValueError("the two are the same: say with an --other- option what differs")
+        sizes = {each.preset().layout.num_devices for each in (options, other)}
+        if len(sizes) > 1 and not use_cpu_if_no_gpu():  # before either starts the devices
+            simulate(max(sizes))
         with tempfile.TemporaryDirectory(dir=options.scratch, prefix="kimi_jax_compare_") as scratch:
             opened = open_engine(options, status)
 

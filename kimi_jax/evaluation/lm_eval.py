@@ -74,7 +74,7 @@ class KimiJax(TemplateLM):
         kind = speculation or ("ddtree" if folder else "none")
         if kind != "none" and folder is None:
             raise ValueError(f"speculation={kind} needs drafter=DIR: a drafter made for this checkpoint")
-        options = EngineOptions(Path(checkpoint), mesh, dp, ep, tp, dtype)
+        options = EngineOptions(checkpoint=Path(checkpoint), mesh=mesh, dp=dp, ep=ep, tp=tp, dtype=dtype)
         self.engine = open_engine(options, Console(stderr=True), folder if kind != "none" else None).engine
 
         from kimi_jax.decoding.engine import Draft

@@ -123,6 +123,8 @@ def join(options: ProcessOptions, machine: Preset, simulated: bool) -> Process:
         cannot reach, no coordinator found.
     """
     global _this
+    if _this.count > 1:  # a command that opens a second checkpoint
+        return _this
     launch = launched(os.environ)
     given = {name: getattr(options, name) for name in ("coordinator", "processes", "process_id")}
     alone = launch is None or launch.processes == 1
