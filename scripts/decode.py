@@ -24,6 +24,7 @@ from kimi_jax.cli import (
     Opened,
     errors_in_one_line,
     open_engine,
+    table_console,
 )
 from kimi_jax.prompts import Prompt, encode, read_prompts
 from kimi_jax.tokenizer import Tokenizer
@@ -85,6 +86,11 @@ class Options(EngineOptions):
     """With --rebalance-every: where experts lie at the end, as a file for --placement."""
     time_parts: bool = False
     """Also measure the share of a round that drafting, verifying and committing take (compiles each of them)."""
+    xla_dump: Path | None = None
+    """Directory for XLA's dump of the programs that ran: HLO before and after optimisation, buffer assignment, and an
+    index of the files and of the parts of the model (compiles them again)."""
+    trace: Path | None = None
+    """Directory for a profiler trace of one dispatch of rounds, for xprof."""
     explain: bool = False
     """Print how the checkpoint lies on the mesh (who holds what, bytes of a device, messages and their links) and load
     nothing. Prompts count as requests; their length is not known, so the cache is that of --explain-context tokens."""
@@ -190,10 +196,18 @@ def explain_layout(options: Options, drafter: Path | None) -> None:
     from kimi_jax.decoding.engine import model_for
     from kimi_jax.drafter.config import DrafterConfig
     from kimi_jax.drafter.dflash import DFlash
+    from kimi_jax.parallel.eplb import load_placements
     from kimi_jax.parallel.explain import explain
 
     machine = options.preset()
-    model = model_for(ModelConfig.from_json(options.checkpoint), machine.layout)
+    config = ModelConfig.from_json(options.checkpoint)
+    placements = None
+    if options.placement is not None:
+        placements = load_placements(
+            options.placement, layers=config.num_moe_layers, num_experts=config.n_routed_experts,
+            ranks=machine.layout.expert_ranks,
+        )  # fmt: skip
+    model = model_for(config, machine.layout, placements)
     module = DFlash(DrafterConfig.from_json(drafter), machine.layout.tp) if drafter else None
     tables = explain(
         machine,
@@ -203,8 +217,9 @@ def explain_layout(options: Options, drafter: Path | None) -> None:
         requests=max(1, len(options.prompts)),
         context=options.explain_context,
         rows=1 + (0 if module is None else 16 if options.budget == "auto" else options.budget),
+        greedy=options.temperature == 0,
     )
-    Console(soft_wrap=True).print(tables)
+    table_console().print(tables)
 
 
 def main(options: Options) -> None:
@@ -236,6 +251,7 @@ def main(options: Options) -> None:
         from kimi_jax.decoding.report import Report
         from kimi_jax.decoding.sampling import Sampling
         from kimi_jax.parallel.eplb import save_placements
+        from kimi_jax.profiling.live import Trace, dump_generation
 
         thinking = not options.instant
         sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
@@ -245,14 +261,25 @@ def main(options: Options) -> None:
         readers = [Reader(engine.tokenizer, engine.stop_ids, raw=options.raw, thinking=thinking) for _ in prompts]
         screen, report = Screen(prompts, readers), Report(len(prompts))
         costs = round_costs_of(opened, context=max(map(len, ids)) + options.max_new_tokens)
+        trace = Trace(options.trace)
         with status.status("compiling") as spinner:
             for progress in engine.generate(ids, limits, sampling, options.seed, draft, costs):
                 spinner.stop()
+                trace.dispatched()
                 report.add(progress)
                 for reader, new, finished in zip(readers, progress.new_tokens, progress.finished, strict=True):
                     reader.push(new, finished)
                 if not options.json:
                     screen.update()
+        if options.trace is not None:
+            status.print(trace.close(), style="dim", highlight=False)
+        if options.xla_dump is not None:
+            with status.status("compiling again for the dump"):
+                dump_generation(
+                    engine, opened.machine, opened.gpu.name, engine.programs(sampling, draft, len(prompts), costs),
+                    options.xla_dump, requests=len(prompts), context=max(map(len, ids)),
+                    new_tokens=options.max_new_tokens,
+                )  # fmt: skip
         picks = engine.picks(draft, len(prompts), max(map(len, ids)) + options.max_new_tokens)
         status.print(f"{report.summary()}; {', '.join(map(str, picks))}", style="dim", highlight=False)
         if kind != "none":
