@@ -1,0 +1,58 @@
+"""Settings of machines: what each gets, and that the installed jaxlib takes every flag."""
+
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from meshes.environment import exports, settings
+from meshes.presets import PRESETS, preset
+
+ONE_SHOT = "--xla_gpu_experimental_use_collective_kernels"
+ACROSS_HOSTS = "--xla_gpu_unsupported_use_cross_host_one_shot_kernel"
+
+
+def names(machine):
+    return {setting.name for setting in settings(machine)}
+
+
+def test_settings_follow_nodes_and_domains():
+    assert not names(preset("local")) & {ONE_SHOT, "NCCL_DEBUG", "NCCL_MNNVL_ENABLE"}, "one GPU sends nothing"
+    assert names(preset("hgx-ib-72")) >= {ONE_SHOT, "NCCL_DEBUG"}
+    assert not names(preset("hgx-ib-72")) & {ACROSS_HOSTS, "NCCL_MNNVL_ENABLE"}, "tp stays in a node, NVLink too"
+    assert names(preset("nvl72")) >= {ONE_SHOT, ACROSS_HOSTS, "NCCL_MNNVL_ENABLE"}, "tp 8 is two trays"
+    assert ACROSS_HOSTS not in names(preset("nvl36")), "tp 4 is one tray"
+    assert not names(preset("nvl72").with_axes(ep=72, tp=1)) & {ONE_SHOT, ACROSS_HOSTS}
+    assert not names(preset("hgx-ib-8")) & {"NCCL_DEBUG"}, "one node needs one process"
+
+
+def test_every_setting_has_a_reason_and_stands_once():
+    for machine in PRESETS.values():
+        chosen = settings(machine)
+        assert len({setting.name for setting in chosen}) == len(chosen)
+        assert all(len(setting.reason) > 20 for setting in chosen)
+
+
+@pytest.mark.core
+def test_the_installed_jaxlib_takes_every_flag():
+    """All presets' flags at once; an unknown one, or a value that does not parse, ends the process."""
+    flags = {str(setting) for machine in PRESETS.values() for setting in settings(machine) if setting.is_xla_flag}
+    assert len(flags) >= 5
+    for extra, accepted in (("", True), ("--xla_gpu_no_such_flag=1", False)):
+        result = subprocess.run(
+            [sys.executable, "-c", "import jax; print(jax.devices())"], capture_output=True, text=True,
+            env=os.environ | {"XLA_FLAGS": " ".join([*sorted(flags), extra]), "JAX_PLATFORMS": "cpu"},
+        )  # fmt: skip
+        assert (result.returncode == 0) == accepted, result.stderr
+
+
+def test_exports_set_what_a_shell_reads():
+    lines = exports(preset("nvl72"))
+    script = "\n".join([*lines, 'printf "%s|%s" "$XLA_FLAGS" "$NCCL_MNNVL_ENABLE"'])
+    environment = {"PATH": os.environ["PATH"], "XLA_FLAGS": "--mine=1"}
+    output = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True, env=environment)
+    flags, mnnvl = output.stdout.split("|")
+    assert shlex.split(flags) == [*(str(s) for s in settings(preset("nvl72")) if s.is_xla_flag), "--mine=1"]
+    assert mnnvl == "1"

@@ -1,0 +1,136 @@
+"""One of two processes with four CPU devices each: `one_of_two.py INDEX PORT FOLDER`; see test_processes.py."""
+
+import json
+import os
+import signal
+import sys
+import zlib
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+from rich.console import Console
+
+from kimi_jax.checkpoint import orbax, safetensors, writer
+from kimi_jax.cli import EngineOptions, errors_in_one_line, open_engine
+from kimi_jax.decoding.engine import Draft, Engine, open_checkpoint
+from kimi_jax.decoding.generate import Limits
+from kimi_jax.decoding.sampling import Sampling
+from kimi_jax.parallel import host_arrays
+from kimi_jax.parallel.processes import ProcessOptions
+from meshes.presets import preset
+
+CHECKPOINT = Path(__file__).parents[1] / "data" / "tiny_random"
+DRAFTER = CHECKPOINT.with_name("tiny_random_drafter")
+MESH, AXES = "local", {"dp": 1, "ep": 2, "tp": 4}
+PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7], [30, 31]]
+"""One more than ep, so that a request is padding."""
+NEW_TOKENS = 12
+
+
+def shards(engine: Engine) -> dict[str, int]:
+    """CRC-32 of every part of every array by array and device, of this process's devices."""
+    order = {device: number for number, device in enumerate(engine.mesh.devices.flat)}
+    return {
+        f"{jax.tree_util.keystr(path)} on {order[shard.device]}": zlib.crc32(np.asarray(shard.data).tobytes())
+        for path, array in jax.tree_util.tree_leaves_with_path(engine.parameters["target"])
+        for shard in array.addressable_shards
+    }
+
+
+def read(checkpoint: Path, mesh: jax.sharding.Mesh) -> Engine:
+    return open_checkpoint(checkpoint, mesh, preset(MESH).with_axes(**AXES).layout, "bfloat16")
+
+
+def texts(engine: Engine, draft: Draft) -> list[list[int]]:
+    """Tokens that follow the prompts."""
+    tokens: list[list[int]] = [[] for _ in PROMPTS]
+    for progress in engine.generate(PROMPTS, Limits(NEW_TOKENS), Sampling(), draft=draft):
+        for text, new in zip(tokens, progress.new_tokens, strict=True):
+            text += new
+    return tokens
+
+
+def checkpoints(mesh: jax.sharding.Mesh, folder: Path) -> dict:
+    """Reads the checkpoint, writes it in both forms and reads the sharded one; tells what was read and what it is."""
+    ranges: list[tuple[str, int, int]] = []
+    chunks: list[tuple[str, list[int]]] = []
+    read_into, fill = safetensors.Files.read_into, orbax.Reader._fill
+
+    def recording_read(self, tensor, offset, target):
+        ranges.append((tensor.name, offset, offset + target.nbytes))
+        read_into(self, tensor, offset, target)
+
+    def recording_fill(self, store, name, stored, chunk, targets):
+        chunks.append((name, list(chunk)))
+        fill(self, store, name, stored, chunk, targets)
+
+    safetensors.Files.read_into, orbax.Reader._fill = recording_read, recording_fill
+    engine = read(CHECKPOINT, mesh)
+    slots = engine.model.slot_experts
+    own = engine.parameters["target"]
+    orbax.save(
+        folder / "sharded", own, engine.model, dtype="bfloat16", slot_experts=slots,
+        extra_files=orbax.copyable_files(CHECKPOINT),
+    )  # fmt: skip
+    writer.save(
+        folder / "written", own, engine.model, {}, engine.config.key_prefix, dtype="bfloat16",
+        num_experts=engine.config.n_routed_experts, slot_experts=slots,
+    )  # fmt: skip
+    again = read(folder / "sharded", mesh)
+    return {
+        "ranges": ranges,
+        "shards": shards(engine),
+        "restored": shards(again),
+        "chunks": chunks,
+    }
+
+
+def disagreements(mesh: jax.sharding.Mesh) -> list[str]:
+    """Messages of what is refused."""
+    messages = []
+    local = jax.sharding.Mesh(np.array(jax.devices()[:4]), "x")
+    for refused in (
+        lambda: host_arrays.require_agreement("prompts", f"prompt of {jax.process_index()}"),
+        lambda: host_arrays.require_devices(local),
+    ):
+        try:
+            refused()
+            messages.append("")
+        except ValueError as error:
+            messages.append(str(error))
+    host_arrays.require_agreement("prompts", "the same")
+    host_arrays.require_devices(mesh)
+    return messages
+
+
+def run_until_killed(mesh: jax.sharding.Mesh) -> None:
+    """Sums over both processes for ever; process 1 is killed after a few sums."""
+    values = host_arrays.place(np.arange(8.0), mesh, PartitionSpec(("dp", "ep", "tp")))
+    total = jax.jit(lambda x: x.sum(), out_shardings=jax.sharding.NamedSharding(mesh, PartitionSpec()))
+    step = 0
+    while True:
+        assert float(total(values)) == 28
+        step += 1
+        if step == 3 and jax.process_index() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(index: int, port: int, folder: Path) -> None:
+    several = ProcessOptions(f"localhost:{port}", 2, index, init_timeout=100, heartbeat_timeout=10)
+    status = Console(stderr=True)
+    with errors_in_one_line(status):
+        engine = open_engine(EngineOptions(CHECKPOINT, MESH, **AXES, processes=several), status, DRAFTER).engine
+        result = {
+            "disagreements": disagreements(engine.mesh),
+            "texts": texts(engine, Draft("ddtree", 6)),
+            **checkpoints(engine.mesh, folder),
+        }
+        (folder / f"{index}.json").write_text(json.dumps(result))
+        print(f"process {index} speaks", flush=True)
+        run_until_killed(engine.mesh)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
