@@ -259,12 +259,13 @@ def open_checkpoint(
     drafter: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
     placement: Path | None = None,
+    workers: int = 8,
 ) -> Engine:
     """Reads a checkpoint directory (HF layout, or sharded by convert.py), and a drafter's, onto a mesh.
 
     `placement` is a file that `eplb.save_placements` wrote. Without one, a sharded checkpoint's own placement is kept
     where the ranks share its slots evenly; else experts lie in order. `progress` is told of the target's bytes read and
-    of those in all.
+    of those in all; `workers` threads read.
 
     Raises:
       ConfigError, LayoutError, TokenizerError, CheckpointError: naming the file and field that does not fit.
@@ -280,11 +281,11 @@ def open_checkpoint(
     slots = model.slot_experts
     if orbax.is_sharded(checkpoint):
         parameters["target"] = orbax.restore(
-            checkpoint, model, mesh, places, dtype=dtype, slot_experts=slots, progress=progress
+            checkpoint, model, mesh, places, dtype=dtype, slot_experts=slots, progress=progress, workers=workers
         )
     else:
         parameters["target"] = huggingface.load(
             checkpoint, model, config.key_prefix, mesh, places,
-            dtype=dtype, num_experts=config.n_routed_experts, slot_experts=slots, progress=progress,
+            dtype=dtype, num_experts=config.n_routed_experts, slot_experts=slots, progress=progress, workers=workers,
         )  # fmt: skip
     return Engine(model, parameters, tokenizer, mesh, layout, dtype, module)
