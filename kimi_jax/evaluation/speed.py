@@ -4,6 +4,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from kimi_jax.decoding.engine import Costs, Draft, Engine
 from kimi_jax.decoding.generate import Limits
@@ -13,14 +14,18 @@ from kimi_jax.decoding.sampling import Sampling
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """Decoding speed of one kind of speculation over repeated runs of the same prompts, one at a time."""
+    """Decoding speed of one decoder over repeated runs of the same prompts, one at a time."""
 
-    draft: Draft
+    decoder: str
+    """`none`, `chain` and `ddtree` are this project's; others are peers."""
+    budget: int | str | None
+    """Nodes of a draft tree, where there is one."""
     tokens_per_second: list[float]
     """Of each repetition: all prompts' tokens after the first over the time they took, compilation excluded."""
     acceptance_length: float
-    same_text: bool
-    """Whether every prompt's tokens are those of the first kind."""
+    """Tokens a round."""
+    texts: list[list[int]]
+    """Token ids that followed each prompt."""
 
     @property
     def median(self) -> float:
@@ -31,6 +36,19 @@ class Speed:
     def spread(self) -> float:
         """Half the distance between the extremes, over the median."""
         return (max(self.tokens_per_second) - min(self.tokens_per_second)) / 2 / self.median
+
+
+def row(speed: Speed, base: Speed) -> dict[str, Any]:
+    """One line of a table, beside the decoder that counts as 1."""
+    return {
+        "decoder": speed.decoder,
+        "budget": speed.budget,
+        "tokens_per_second_median": round(speed.median, 1),
+        "spread": round(speed.spread, 3),
+        "acceptance_length": round(speed.acceptance_length, 3),
+        "speed_up": round(speed.median / base.median, 2),
+        "same_text": speed.texts == base.texts,
+    }
 
 
 def measure_speculation(
@@ -77,6 +95,6 @@ def measure_speculation(
             if progress:
                 progress()
     return [
-        Speed(draft, rate, length, text == texts[0])
+        Speed(draft.kind, draft.budget if draft.kind == "ddtree" else None, rate, length, text)
         for draft, rate, length, text in zip(drafts, rates, lengths, texts, strict=True)
     ]
