@@ -8,10 +8,10 @@ from meshes.presets import (
     Layout,
     LayoutError,
     Preset,
-    check_layout,
     expert_slots,
     preset,
 )
+from meshes.rules import check_layout
 from meshes.targets import TARGETS, target, topology_devices
 from meshes.topology import AxisSpan, Topology, axis_span
 

@@ -6,7 +6,6 @@ by the layout's choice, expert slots or the width of every expert. Batch rows li
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -26,7 +25,7 @@ class Layout:
 
     experts: `slots` puts whole experts on ("ep", "tp"); `width` puts them on "ep" and splits each one's width on "tp".
     exchange: the name of the backend that carries rows to experts and back.
-    cache: `copied` puts a request's latent cache on all its tp ranks, `split` gives each of them a part of the positions.
+    cache: `copied` puts a request's latent cache on all its tp ranks, `split` gives each a part of the positions.
     """
 
     dp: int = 1
@@ -157,35 +156,6 @@ def expert_slots(num_experts: int, ranks: int) -> int:
     The slots beyond `num_experts` stay empty or hold replicas; nothing is routed to an empty one.
     """
     return -(-num_experts // ranks) * ranks
-
-
-def check_layout(
-    layout: Layout,
-    *,
-    num_heads: int,
-    widths: Mapping[str, int],
-    vocab_size: int,
-    expert_width: int,
-    group_size: int,
-) -> None:
-    """Refuse a layout that would cut a weight of the model unevenly. All sizes are plain numbers.
-
-    widths: names and sizes of the dense dimensions that are split on tp (shared expert, dense layers).
-    expert_width: the routed experts' inner size, cut on tp only when `layout.experts` is `width`, and then only
-    between quantisation groups of `group_size`.
-    Expert slots are padded (`expert_slots`), so the number of experts never refuses a layout.
-
-    Raises:
-        LayoutError: naming each dimension that tp does not divide, and the tp sizes that work.
-    """
-    parts = {"attention heads": num_heads, "vocabulary": vocab_size, **widths}
-    if layout.experts == "width":
-        parts[f"expert width in groups of {group_size}"] = expert_width // group_size
-    bad = [f"{name} {size}" for name, size in parts.items() if size % layout.tp]
-    if bad:
-        common = math.gcd(*parts.values())
-        works = ", ".join(str(tp) for tp in range(1, common + 1) if common % tp == 0)
-        raise LayoutError(f"tp {layout.tp} does not divide {', '.join(bad)}: tp sizes that work are {works}")
 
 
 HGX_GPUS = ("b300", "b200", "h200", "h100")

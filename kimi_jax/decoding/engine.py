@@ -25,6 +25,7 @@ from kimi_jax.decoding.timing import part_seconds
 from kimi_jax.drafter.dflash import DFlash
 from kimi_jax.drafter.loader import load_drafter
 from kimi_jax.model.transformer import CausalLM
+from kimi_jax.parallel import layout_rules
 from kimi_jax.parallel.eplb import load_placements
 from kimi_jax.parallel.exchange import BACKENDS
 from kimi_jax.parallel.host_arrays import require_agreement
@@ -33,7 +34,7 @@ from kimi_jax.parallel.processes import Watchdog
 from kimi_jax.parallel.sharding import rules
 from kimi_jax.parameters import Parameters, Rules
 from kimi_jax.tokenizer import Tokenizer
-from meshes.presets import Layout, LayoutError, check_layout, expert_slots
+from meshes.presets import Layout, expert_slots
 
 STOP_TOKENS = ("<|im_end|>", "[EOS]")
 """K2.6 ends a turn with <|im_end|> and then [EOS]; config.json names only one of the two."""
@@ -218,21 +219,7 @@ def model_for(config: ModelConfig, layout: Layout, placements: Sequence[Placemen
       LayoutError: a dimension that tp does not divide, naming the sizes that work; an exchange that does not exist
         or does not belong to how the experts are split.
     """
-    if layout.exchange not in BACKENDS:
-        raise LayoutError(f"exchange is {layout.exchange!r}: choose from {', '.join(BACKENDS)}")
-    if layout.exchange == "tensor" and layout.experts != "width":
-        raise LayoutError("exchange 'tensor' belongs to experts split by 'width'; they are split by 'slots'")
-    check_layout(
-        layout,
-        num_heads=config.num_attention_heads,
-        widths={
-            "dense width": config.intermediate_size,
-            "shared expert width": config.n_shared_experts * config.moe_intermediate_size,
-        },
-        vocab_size=config.vocab_size,
-        expert_width=config.moe_intermediate_size,
-        group_size=config.quantization_group_size,
-    )
+    layout_rules.check(config, layout)
     placement = placements or even_placement(config.n_routed_experts, layout.expert_ranks)
     exchange = functools.partial(BACKENDS[layout.exchange], expert_axes=layout.expert_axes)
     return CausalLM(config, placement, exchange)

@@ -30,9 +30,9 @@ _OPEN: contextvars.ContextVar[Counted | None] = contextvars.ContextVar("counted"
 def counting(loads: bool = False) -> Iterator[Counted]:
     """Collects what is reported inside; loads only where they are asked for.
 
-        with counting(loads=True) as counted:
-            ...  # all layers
-        loads = jnp.stack(counted.loads)
+    with counting(loads=True) as counted:
+        ...  # all layers
+    loads = jnp.stack(counted.loads)
     """
     counted = Counted(loads)
     token = _OPEN.set(counted)

@@ -1,12 +1,10 @@
 """A layout in words and numbers: who holds what, bytes of a device by part, and which message crosses which link.
 
-Nothing is loaded or allocated: bytes are read from the declarations, and `messages` says what a forward sends; the
-tests hold it against the compiled programs.
+Nothing is loaded or allocated: bytes are read from the declarations, messages are those of `parallel.messages`.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -18,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kimi_jax.config import ModelConfig
-from kimi_jax.parallel.exchange import buffer_rows
 from kimi_jax.parallel.exchange.all_to_all import used
+from kimi_jax.parallel.layout_rules import batch_dimensions, dimensions
+from kimi_jax.parallel.messages import drafter_messages, forward_messages, head_messages, loop_messages
 from kimi_jax.parallel.placement import EMPTY, Placement
 from kimi_jax.parallel.sharding import rules
 from kimi_jax.parameters import Declaration, Path, declarations
@@ -84,10 +83,11 @@ def held_weights(module: nnx.Module, layout: Layout, dtype: DTypeLike, part: str
     ]
 
 
-def cache_bytes(config: ModelConfig, dtype: DTypeLike, tokens: int) -> int:
+def cache_bytes(config: ModelConfig, layout: Layout, dtype: DTypeLike, tokens: int) -> int:
     """Latents of one request, on each of the tp ranks that serve it."""
     width = config.kv_lora_rank + config.qk_rope_head_dim
-    return config.num_hidden_layers * width * jnp.dtype(dtype).itemsize * tokens
+    parts = layout.tp if layout.cache == "split" else 1
+    return config.num_hidden_layers * width * jnp.dtype(dtype).itemsize * -(-tokens // parts)
 
 
 def context_bytes(drafter: "DFlash", layout: Layout, dtype: DTypeLike, tokens: int) -> int:
@@ -96,61 +96,6 @@ def context_bytes(drafter: "DFlash", layout: Layout, dtype: DTypeLike, tokens: i
     heads = max(config.num_key_value_heads // layout.tp, 1)
     window = min(config.draft_window, tokens)
     return 2 * config.num_hidden_layers * window * heads * config.head_dim * jnp.dtype(dtype).itemsize
-
-
-@dataclasses.dataclass(frozen=True)
-class Message:
-    """A collective of the target's forward, as a device sees it."""
-
-    what: str
-    kind: str
-    axes: tuple[str, ...]
-    count: int
-    """In a forward, over all layers."""
-    bytes: int
-    """Of one: what a device contributes to a sum or sends, what it holds after a gather."""
-
-
-def messages(config: ModelConfig, layout: Layout, rows: int, dtype: DTypeLike, slots: int) -> list[Message]:
-    """What one forward of the layers sends for `rows` rows of a device; axes of size 1 send nothing.
-
-    A step of the exchange `alltoall` whose buffers overflow sends its dispatch, and then what `allgather` sends.
-    """
-    row = config.hidden_size * jnp.dtype(dtype).itemsize
-    layers = config.num_hidden_layers
-    moe = layers - config.first_k_dense_replace
-    found = []
-    if layout.tp > 1:
-        found.append(Message("embedding", "all-reduce", ("tp",), 1, rows * row))
-        found.append(Message("after attention", "all-reduce", ("tp",), layers, rows * row))
-        found.append(Message("after MLP or experts", "all-reduce", ("tp",), layers, rows * row))
-    if layout.ep > 1:
-        found += _exchange(config, layout, rows, row, moe, slots)
-    return found
-
-
-def _exchange(config: ModelConfig, layout: Layout, rows: int, row: int, layers: int, slots: int) -> Iterator[Message]:
-    choice = 8 * config.num_experts_per_tok  # an id and a weight of four bytes each
-    backend = used(layout, rows, config.num_experts_per_tok, slots)
-    ep = ("ep",)
-    if backend in ("allgather", "tensor"):
-        yield Message("rows to experts", "all-gather", ep, layers, layout.ep * rows * (row + choice))
-        yield Message("sums back", "reduce-scatter", ep, layers, layout.ep * rows * row)
-        return
-    if backend == "ragged":
-        due = math.ceil(rows * layout.ep * _needed(config, slots, slots // layout.expert_ranks))
-        yield Message("rows due by rank", "all-to-all", ep, layers, 4 * layout.ep)
-        yield Message("rows to experts, expected", "ragged-all-to-all", ep, layers, due * (row + choice))
-        yield Message("sums back, expected", "ragged-all-to-all", ep, layers, due * row)
-        return
-    capacity = buffer_rows(rows, config.num_experts_per_tok, slots, slots // layout.expert_ranks, layout.ep)
-    yield Message("rows to experts", "all-to-all", ep, layers, layout.ep * capacity * (row + choice + 4))
-    yield Message("sums back", "all-to-all", ep, layers, layout.ep * capacity * row)
-
-
-def _needed(config: ModelConfig, slots: int, local: int) -> float:
-    """Probability that a row's even choices touch a rank."""
-    return 1 - math.prod(max(slots - local - i, 0) / (slots - i) for i in range(config.num_experts_per_tok))
 
 
 def explain(
@@ -162,13 +107,15 @@ def explain(
     requests: int,
     context: int,
     rows: int,
+    greedy: bool = True,
 ) -> Group:
-    """Three tables: the axes, what a device holds, and what a verification sends over which link.
+    """Four tables: the axes, how they cut what is there, what a device holds, and what a round sends over which link.
 
     Args:
       requests: of the whole machine.
       context: cached tokens of each.
-      rows: of each request in a step.
+      rows: of each request in a step: with a drafter its tree and the root.
+      greedy: whether the most likely token is taken; sampling sends all logits.
     """
     layout = machine.layout
     groups = layout.dp * layout.ep
@@ -176,8 +123,9 @@ def explain(
     return Group(
         Text(f"{machine.name}: {layout}, {layout.num_devices} of {machine.topology.num_gpus} GPUs", style="bold"),
         _axes_table(machine, model.placement, device_requests),
+        _dimensions_table(layout, model.config, requests, context),
         _bytes_table(machine, model, drafter, dtype, device_requests, context),
-        _messages_table(machine, model, dtype, device_requests * rows),
+        _messages_table(machine, model, drafter, dtype, device_requests, rows, greedy),
     )
 
 
@@ -189,10 +137,19 @@ def _axes_table(machine: Preset, placement: Placement, device_requests: int) -> 
     table.add_row("dp", str(layout.dp), _link(machine, "dp"), f"requests ({spread}); every replica has all weights")
     table.add_row("ep", str(layout.ep), _link(machine, "ep"), f"requests ({spread}); routed experts over {where}")
     width = ", the width of every routed expert" if layout.experts == "width" else ", routed experts"
-    table.add_row(
-        "tp", str(layout.tp), _link(machine, "tp"), f"heads, dense widths, vocabulary{width}; cache is copied"
-    )
+    cache = "; positions of the cache" if layout.cache == "split" else "; the cache is copied"
+    table.add_row("tp", str(layout.tp), _link(machine, "tp"), f"heads, dense widths, vocabulary{width}{cache}")
     table.add_row("experts", str(layout.expert_ranks), _link(machine, *layout.expert_axes), _experts(placement, layout))
+    return table
+
+
+def _dimensions_table(layout: Layout, config: ModelConfig, requests: int, context: int) -> Table:
+    table = Table("dimension", "size", "over", "each", "padding", title="what the axes cut", title_justify="left")
+    for cut in (*dimensions(config, layout), *batch_dimensions(layout, requests, context)):
+        ranks, each = cut.ranks(layout), cut.each(layout)
+        padding = f"{each * ranks - cut.size:,}" if cut.padded else "none: must divide"
+        where = f"{' × '.join(cut.axes)}: {ranks} ways"
+        table.add_row(cut.name, f"{cut.size:,}", where, f"{each:,}", padding)
     return table
 
 
@@ -231,7 +188,8 @@ def _bytes_table(
     for entry in sorted(held, key=lambda entry: (entry.part == "drafter", -entry.device_bytes)):
         table.add_row(entry.part, _split(entry.axes, entry.ways), f"{entry.device_bytes / MB:,.2f}")
         total += entry.device_bytes
-    caches = [("latent cache", requests * cache_bytes(model.config, dtype, context), "requests only")]
+    latents = requests * cache_bytes(model.config, layout, dtype, context)
+    caches = [("latent cache", latents, "requests, tp" if layout.cache == "split" else "requests only")]
     if drafter is not None:
         caches.append(("drafter's context", requests * context_bytes(drafter, layout, dtype, context), "requests, tp"))
     for name, size, split in caches:
@@ -239,6 +197,11 @@ def _bytes_table(
         total += size
     table.add_section()
     table.add_row("all of these", "", f"{total / MB:,.2f}", style="bold")
+    if layout.tp > 1:
+        other = dataclasses.replace(layout, cache="copied" if layout.cache == "split" else "split")
+        difference = abs(latents - requests * cache_bytes(model.config, other, dtype, context)) / MB
+        saves = "saves" if layout.cache == "split" else "--cache split would save"
+        table.caption = f"{saves} {difference:,.2f} MB of latent cache, for two messages more a layer"
     return table
 
 
@@ -246,20 +209,35 @@ def _split(axes: tuple[str, ...], ways: int) -> str:
     return f"{' × '.join(axes)}: {ways} ways" if axes else "nothing: whole on every device"
 
 
-def _messages_table(machine: Preset, model: "CausalLM", dtype: DTypeLike, rows: int) -> Table:
-    layout, config = machine.layout, model.config
-    backend = used(layout, rows, config.num_experts_per_tok, model.placement.num_slots)
+def _messages_table(
+    machine: Preset,
+    model: "CausalLM",
+    drafter: "DFlash | None",
+    dtype: DTypeLike,
+    requests: int,
+    rows: int,
+    greedy: bool,
+) -> Table:
+    layout, config, slots = machine.layout, model.config, model.placement.num_slots
+    step = requests * rows
+    parts = {
+        "layers": forward_messages(config, layout, step, dtype, slots),
+        "head": head_messages(config, layout, step, greedy=greedy),
+        "drafter": drafter_messages(drafter.config, layout, requests, rows - 1, dtype) if drafter and rows > 1 else [],
+        "loop": loop_messages(layout),
+    }
+    backend = used(layout, step, config.num_experts_per_tok, slots) if layout.ep > 1 else "none"
     table = Table(
-        "message", "collective", "axes", "link", "a layer", "in all", "kB each",
-        title=f"messages of a verification of {rows} rows a device, exchange {backend}", title_justify="left",
+        "part", "message", "collective", "axes", "link", "count", "kB each", "MB in all",
+        title=f"messages of a round of {step} rows a device, exchange {backend}", title_justify="left",
     )  # fmt: skip
-    for message in messages(config, layout, rows, dtype, model.placement.num_slots):
-        layer = "" if message.count == 1 else "1" if message.count == config.num_hidden_layers else "1 (MoE)"
-        link = _link(machine, *message.axes)
-        table.add_row(
-            message.what, message.kind, " × ".join(message.axes), link, layer, str(message.count),
-            f"{message.bytes / 1e3:,.1f}",
-        )  # fmt: skip
-    if not table.rows:
-        table.add_row("none: one device does everything", "", "", "", "", "0", "")
+    for part, sent in parts.items():
+        for message in sent:
+            table.add_row(
+                part, message.what, message.kind, " × ".join(message.axes), _link(machine, *message.axes),
+                str(message.count), f"{message.bytes / 1e3:,.1f}", f"{message.count * message.bytes / MB:,.2f}",
+            )  # fmt: skip
+        table.add_section()
+    if not any(parts.values()):
+        table.add_row("", "none: one device does everything", "", "", "", "0", "", "")
     return table

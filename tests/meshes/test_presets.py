@@ -3,6 +3,7 @@ import re
 import pytest
 
 from meshes import AXES, PRESETS, Layout, LayoutError, check_layout, expert_slots, preset
+from meshes.rules import model_dimensions
 
 K26 = dict(
     num_heads=64,
@@ -106,10 +107,32 @@ def test_tp_that_cuts_a_weight_unevenly_is_refused_with_the_sizes_that_work(tp):
     assert "attention heads 64" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("layout", "near"),
+    [
+        (Layout(ep=6, tp=12), "dp 1 × ep 9 × tp 8, dp 1 × ep 4 × tp 16 (64 of 72 devices)"),
+        (Layout(tp=72), "dp 1 × ep 1 × tp 64 (64 of 72 devices)"),
+        (Layout(dp=2, ep=3, tp=6), "dp 2 × ep 4 × tp 4 (32 of 36 devices), dp 2 × ep 2 × tp 8 (32 of 36 devices)"),
+    ],
+)
+def test_the_nearest_layouts_are_named(layout, near):
+    with pytest.raises(LayoutError, match=re.escape(f"nearest layouts: {near}") + "$"):
+        check_layout(layout, **K26)
+    for dp, ep, tp in re.findall(r"dp (\d+) × ep (\d+) × tp (\d+)", near):
+        check_layout(Layout(int(dp), int(ep), int(tp)), **K26)
+
+
+def test_dimensions_that_are_padded_never_refuse_a_layout():
+    layout = Layout(ep=9, tp=8)
+    experts = model_dimensions(layout, **K26, num_experts=384)[-1]
+    assert (experts.ranks(layout), experts.each(layout), experts.fits(layout)) == (72, 6, True)
+    assert expert_slots(384, 72) == 72 * 6
+
+
 def test_expert_width_is_only_cut_between_groups():
     narrow = K26 | {"expert_width": 64}
     check_layout(Layout(tp=4, experts="slots"), **narrow)
-    with pytest.raises(LayoutError, match=r"expert width in groups of 32 2: tp sizes that work are 1, 2$"):
+    with pytest.raises(LayoutError, match=r"expert width in groups of 32 2: tp sizes that work are 1, 2;"):
         check_layout(Layout(tp=4, experts="width"), **narrow)
 
 

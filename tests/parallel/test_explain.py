@@ -11,11 +11,13 @@ import pytest
 from rich.console import Console
 
 from kimi_jax.config import ModelConfig
-from kimi_jax.decoding.engine import model_for
+from kimi_jax.decoding.engine import Draft, model_for
+from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.model.cache import empty_cache
 from kimi_jax.model.transformer import causal_rows
-from kimi_jax.parallel.explain import explain, held_weights, messages
-from kimi_jax.parallel.sharding import REQUESTS, rules
+from kimi_jax.parallel.explain import cache_bytes, explain, held_weights
+from kimi_jax.parallel.messages import drafter_messages, forward_messages, head_messages
+from kimi_jax.parallel.sharding import REQUESTS, cache_axis, cache_spec, rules
 from kimi_jax.parameters import abstract, bind, specs
 from kimi_jax.profiling.hlo import Module
 from kimi_jax.profiling.messages import collectives
@@ -72,6 +74,16 @@ GOLDEN = {
         preset("nvl72").with_axes(dp=1, ep=72, tp=1),
         [("all-gather", ("ep",), 1, 72 * 3264), ("reduce-scatter", ("ep",), 1, 72 * 3072)],
     ),
+    "nvl72 dp 9": (preset("nvl72").with_axes(dp=9, ep=1, tp=8), [("all-reduce", ("tp",), 5, 3072)]),
+    # Queries of all 8 heads have 32 + 8 values, outputs 32 and a log-sum-exp: 6 × 8 × 40 × 4 and 6 × 8 × 33 × 4 bytes.
+    "hgx-ib-16 split cache": (
+        HGX.with_layout(dataclasses.replace(HGX.with_axes(dp=2, ep=1).layout, cache="split")),
+        [
+            ("all-gather", ("tp",), 2, 7680),
+            ("all-reduce", ("tp",), 5, 3072),
+            ("all-to-all", ("tp",), 2, 6336),
+        ],
+    ),
     "hgx-ib-16 alltoall": (
         with_exchange(HGX, "alltoall"),
         [("all-reduce", ("tp",), 5, 3072), ("all-to-all", ("ep",), 1, 2 * 3072), ("all-to-all", ("ep",), 1, 2 * 3288)],
@@ -81,14 +93,14 @@ GOLDEN = {
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_table_of_collectives(name):
-    """An extra collective in the compiled forward fails, and so does one that `messages` does not tell of."""
+    """An extra collective in the compiled forward fails, and so does one that `forward_messages` does not tell of."""
     machine, golden = GOLDEN[name]
     config = dataclasses.replace(ModelConfig.from_json(TINY), num_hidden_layers=2)
     layout = machine.layout
     model = model_for(config, layout)
     told = [
         (m.kind, m.axes, m.count, m.bytes)
-        for m in messages(config, layout, ROWS, jnp.float32, model.placement.num_slots)
+        for m in forward_messages(config, layout, ROWS, jnp.float32, model.placement.num_slots)
     ]
     joined: dict[tuple, int] = {}
     for kind, axes, count, size in told:
@@ -115,13 +127,54 @@ def compiled_forward(machine: Preset, model) -> str:
     def forward(parameters, rows, cache):
         return bind(model, parameters).model(rows, cache).hidden
 
-    in_specs = (specs(model, places), REQUESTS, REQUESTS)
+    in_specs = (specs(model, places), REQUESTS, cache_spec(places))
     run = jax.jit(jax.shard_map(forward, mesh=mesh, in_specs=in_specs, out_specs=REQUESTS, check_vma=False))
     tokens = jax.ShapeDtypeStruct((requests, ROWS), jnp.int32)
     counts = jax.ShapeDtypeStruct((requests,), jnp.int32)
     rows = jax.eval_shape(causal_rows, tokens, counts, counts)
-    cache = jax.eval_shape(functools.partial(empty_cache, model.config, requests, 8, jnp.float32))
+    axis = cache_axis(places)
+    cache = jax.eval_shape(functools.partial(empty_cache, model.config, requests, 8, jnp.float32, axis))
     return run.lower(abstract(model, jnp.float32, mesh, places), rows, cache).compile().as_text()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hgx-ib-16 split cache",
+        *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("hgx-ib-16", "nvl36", "nvl72")),
+    ],
+)
+def test_a_round_sends_what_is_told(name, engines):
+    """Layers, head and drafter together are all messages of a compiled round that drafts and verifies a tree."""
+    engine, budget, requests = engines(name), 7, 1
+    programs = engine.programs(Sampling(), Draft("ddtree", budget))
+    layout, slots = engine.layout, engine.model.placement.num_slots
+    batch = programs.request_multiple
+    start = functools.partial(programs.start, capacity=programs.cache_multiple, max_new_tokens=8)
+    state = jax.eval_shape(
+        start, jax.ShapeDtypeStruct((batch, 2), jnp.uint32), jax.ShapeDtypeStruct((batch,), jnp.int32)
+    )
+    parameters = {name: engine.parameters[name] for name in programs.needs}
+    text = programs.round.lower(parameters, state).compile().as_text()
+    assert engine.drafter is not None
+    told = [
+        *forward_messages(engine.config, layout, requests * (budget + 1), jnp.float32, slots),
+        *head_messages(engine.config, layout, requests * (budget + 1)),
+        *drafter_messages(engine.drafter.config, layout, requests, budget, jnp.float32),
+    ]
+    expected: dict[tuple, int] = {}
+    for m in told:
+        expected[m.kind, m.axes, m.bytes] = expected.get((m.kind, m.axes, m.bytes), 0) + m.count
+    found = merged(collectives(Module(text), layout.axis_sizes))
+    assert {(c.kind, c.axes, c.bytes): c.count for c in found} == expected
+
+
+@pytest.mark.parametrize("context", [8192, 8190])
+def test_a_split_cache_is_a_tp_th(k26, context):
+    copied = preset("nvl72").layout
+    split = dataclasses.replace(copied, cache="split")
+    assert cache_bytes(k26, copied, jnp.bfloat16, context) == context * 61 * 576 * 2
+    assert cache_bytes(k26, split, jnp.bfloat16, context) == 1024 * 61 * 576 * 2
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,64 @@
+"""Which layouts a model takes: what is divided, padded and refused, in one place and as data."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from kimi_jax.config import ModelConfig
+from kimi_jax.parallel.exchange import BACKENDS
+from meshes.presets import Layout, LayoutError
+from meshes.rules import Dimension, check_dimensions, model_dimensions
+
+
+class Refusal(NamedTuple):
+    """A combination that has no meaning."""
+
+    applies: Callable[[Layout], bool]
+    message: str
+    """With the layout's fields in braces."""
+
+
+REFUSALS = (
+    Refusal(
+        lambda layout: layout.exchange not in BACKENDS,
+        f"exchange is {{exchange!r}}: choose from {', '.join(BACKENDS)}",
+    ),
+    Refusal(
+        lambda layout: layout.exchange == "tensor" and layout.experts != "width",
+        "exchange 'tensor' belongs to experts split by 'width'; they are split by {experts!r}",
+    ),
+)
+
+
+def dimensions(config: ModelConfig, layout: Layout) -> list[Dimension]:
+    """What the layout cuts of the model."""
+    return model_dimensions(
+        layout,
+        num_heads=config.num_attention_heads,
+        widths={
+            "dense width": config.intermediate_size,
+            "shared expert width": config.n_shared_experts * config.moe_intermediate_size,
+        },
+        vocab_size=config.vocab_size,
+        expert_width=config.moe_intermediate_size,
+        group_size=config.quantization_group_size,
+        num_experts=config.n_routed_experts,
+    )
+
+
+def batch_dimensions(layout: Layout, requests: int, positions: int) -> list[Dimension]:
+    """What it cuts of a batch; all of it is padded."""
+    cut = [Dimension("requests", requests, layout.batch_axes, padded=True)]
+    return [*cut, Dimension("cached positions", positions, ("tp",), padded=True)] if layout.cache == "split" else cut
+
+
+def check(config: ModelConfig, layout: Layout) -> None:
+    """Refuses a layout that the model does not take.
+
+    Raises:
+      LayoutError: naming what does not fit and what does.
+    """
+    fields: dict[str, Any] = {"exchange": layout.exchange, "experts": layout.experts}
+    for refusal in REFUSALS:
+        if refusal.applies(layout):
+            raise LayoutError(refusal.message.format(**fields))
+    check_dimensions(layout, dimensions(config, layout))
