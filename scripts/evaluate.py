@@ -148,7 +148,7 @@ class TasksOptions(EngineOptions):
 
 
 def run_tasks(options: TasksOptions) -> None:
-    """Exact match on the bundled model's task families, greedy, with and without speculation from one run."""
+    """Exact match on the bundled model's task families, greedy, with and without speculation in one run."""
     status = Console(stderr=True, soft_wrap=True)
     with errors_in_one_line(status):
         drafter = options.drafter or (BUNDLED_DRAFTER if options.checkpoint == BUNDLED_CHECKPOINT else None)
@@ -204,21 +204,14 @@ def print_tasks(
         table.add_column(name, justify="right")
     for family, score in every.items():
         low, high = wilson(score.exact, score.prompts)
-        cells = [f"{score.exact_match:.1%}", f"{low:.1%} to {high:.1%}", rate(score)]
+        cells = [f"{score.exact_match:.1%}", f"{low:.1%} to {high:.1%}", f"{score.tokens_per_second:.1f}"]
         for scores in drafted.values():
             other = scores[family]
             same = sum(a == b for a, b in zip(score.answers, other.answers, strict=True))
-            speeds = (score.tokens_per_second, other.tokens_per_second)
-            faster = f"{speeds[1] / speeds[0]:.2f}×" if speeds[0] and speeds[1] else ""
-            cells += [f"{other.exact_match:.1%}", f"{same}/{other.prompts}", f"{other.acceptance:.2f}", rate(other)]
-            cells.append(faster)
+            cells += [f"{other.exact_match:.1%}", f"{same}/{other.prompts}", f"{other.acceptance:.2f}"]
+            cells += [f"{other.tokens_per_second:.1f}", f"{other.tokens_per_second / score.tokens_per_second:.2f}×"]
         table.add_row(family, *cells, end_section=family == list(plain)[-1])
     table_console().print(table)
-
-
-def rate(score: "FamilyScore") -> str:
-    """Tokens per second, where there were enough to time."""
-    return "" if score.tokens_per_second is None else f"{score.tokens_per_second:.1f}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

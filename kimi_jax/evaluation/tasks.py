@@ -19,6 +19,9 @@ from kimi_jax.training.tasks import FAMILIES, Example, held_out
 NORMAL_95 = 1.959964
 """Two-sided 95 % quantile of the normal distribution."""
 
+LIMITS = Limits(MAX_NEW_TOKENS, prefill_chunk=32, rounds_per_dispatch=MAX_NEW_TOKENS)
+"""The same shapes for all prompts, and two dispatches for a text."""
+
 
 def wilson(hits: int, trials: int) -> tuple[float, float]:
     """95 % confidence interval of a share (Wilson 1927): honest for few trials and for shares near 0 and 1."""
@@ -39,10 +42,8 @@ class FamilyScore:
     """Generated, stop tokens included."""
     rounds_by_length: tuple[int, ...]
     """Rounds that gave 0, 1, 2, … tokens."""
-    timed_tokens: int = 0
-    """Those after each batch's first dispatch, which may compile."""
-    timed_seconds: float = 0.0
-    """What they took."""
+    seconds: float = 0.0
+    """What they took, prefill included and compilation not."""
     answers: tuple[tuple[int, ...], ...] = ()
     """Token ids of each answer."""
 
@@ -53,8 +54,7 @@ class FamilyScore:
             self.prompts + other.prompts,
             self.tokens + other.tokens,
             tuple(a + b for a, b in pairs),
-            self.timed_tokens + other.timed_tokens,
-            self.timed_seconds + other.timed_seconds,
+            self.seconds + other.seconds,
             self.answers + other.answers,
         )
 
@@ -70,9 +70,9 @@ class FamilyScore:
         return float(np.dot(self.rounds_by_length, lengths) / sum(self.rounds_by_length))
 
     @property
-    def tokens_per_second(self) -> float | None:
-        """Over a whole batch; None where everything came with first dispatches."""
-        return self.timed_tokens / self.timed_seconds if self.timed_tokens else None
+    def tokens_per_second(self) -> float:
+        """Over a whole batch."""
+        return self.tokens / self.seconds
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`; the interval is 95 %, times are seconds."""
@@ -99,7 +99,8 @@ def score(
 ) -> list[dict[str, FamilyScore]]:
     """Decodes `prompts` held-out prompts of each family without thinking, once for each kind of speculation.
 
-    The kinds take turns with every batch, so that a slow moment of the machine falls on all of them.
+    The kinds take turns with every batch, so that a slow moment of the machine falls on all of them. Each decodes a
+    family's first batch once before, to compile.
 
     Args:
       engine: the bundled checkpoint, or another one trained on these tasks, with a drafter where one is needed.
@@ -121,6 +122,8 @@ def score(
     scores: list[dict[str, FamilyScore]] = [{} for _ in drafts]
     for family in families:
         examples = held_out(family, prompts)
+        for draft in drafts:
+            _decode(engine, examples[:batch], batch, draft, costs)
         for first in range(0, prompts, batch):
             part = examples[first : first + batch]
             for draft, kept in zip(drafts, scores, strict=True):
@@ -136,24 +139,19 @@ def _decode(engine: Engine, examples: Sequence[Example], batch: int, draft: Draf
     padded = [*examples, *[examples[-1]] * (batch - len(examples))]
     asked = [render([{"role": "user", "content": e.prompt}], engine.tokenizer, thinking=False) for e in padded]
     texts: list[list[int]] = [[] for _ in padded]
-    report, first = Report(batch), 0
-    limits = Limits(max_new_tokens=MAX_NEW_TOKENS)
-    for step in engine.generate(asked, limits, Sampling(), draft=draft, costs=costs):
+    report = Report(batch)
+    for step in engine.generate(asked, LIMITS, Sampling(), draft=draft, costs=costs):
         report.add(step)
         for text, new in zip(texts, step.new_tokens, strict=True):
             text += new
-        first = first or sum(map(len, texts[: len(examples)]))
     assert report.snapshot is not None
     texts = texts[: len(examples)]
-    tokens = sum(map(len, texts))
-    exact = sum(answer_text(engine, text) == e.answer for text, e in zip(texts, examples, strict=True))
     return FamilyScore(
-        exact=exact,
+        exact=sum(answer_text(engine, text) == e.answer for text, e in zip(texts, examples, strict=True)),
         prompts=len(examples),
-        tokens=tokens,
+        tokens=sum(map(len, texts)),
         rounds_by_length=tuple(report.snapshot.accepted[: len(examples)].sum(0).tolist()),
-        timed_tokens=tokens - first,
-        timed_seconds=report.seconds - report.first_token_seconds,
+        seconds=report.seconds,
         answers=tuple(map(tuple, texts)),
     )
 

@@ -57,15 +57,14 @@ def test_speculation_changes_no_answer_and_saves_rounds(scores):
 def test_tokens_are_counted_without_the_prompts_that_fill_a_batch(scores):
     for way in scores:
         assert way.tokens == sum(map(len, way.answers))
-        assert 0 <= way.timed_tokens < way.tokens
     assert scores[0].rounds_by_length == (0, scores[0].tokens - 5)  # prefill draws the first token
 
 
 def test_families_add_up():
-    a = FamilyScore(1, 2, 10, (0, 4), 3, 0.5, ((1,), (2,)))
-    b = FamilyScore(3, 3, 20, (0, 1, 7), 5, 1.5, ((3,),))
-    assert together({"a": a, "b": b}) == FamilyScore(4, 5, 30, (0, 5, 7), 8, 2.0, ((1,), (2,), (3,)))
-    assert together({"a": a, "b": b}).tokens_per_second == 4.0
+    a = FamilyScore(1, 2, 10, (0, 4), 0.5, ((1,), (2,)))
+    b = FamilyScore(3, 3, 20, (0, 1, 7), 1.5, ((3,),))
+    assert together({"a": a, "b": b}) == FamilyScore(4, 5, 30, (0, 5, 7), 2.0, ((1,), (2,), (3,)))
+    assert together({"a": a, "b": b}).tokens_per_second == 15.0
     assert together({"a": a, "b": b}).acceptance == (5 + 14) / 12
 
 
