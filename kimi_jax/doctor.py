@@ -1,0 +1,369 @@
+"""What this machine has, what the project would use of it, and what stands in the way."""
+
+import ctypes
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from kimi_jax.parallel.processes import launched
+from meshes.devices import visible_gpu_count
+from meshes.environment import settings
+from meshes.hardware import GPUS
+from meshes.presets import PRESETS, Preset
+
+if TYPE_CHECKING:
+    from kimi_jax.decoding.kernels import Pick
+
+PACKAGES = (
+    "jax", "jaxlib", "flax", "orbax-checkpoint", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin",
+    "jax-cuda13-pjrt", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
+    "nvidia-nccl-cu12", "nvidia-nccl-cu13",
+)  # fmt: skip
+OLDEST_JAX, NEWEST_JAX = (0, 11, 2), (0, 13)
+"""Versions that pyproject.toml allows: from the first, before the second."""
+DRIVERS = {"cuda12": (525, "CUDA 12"), "cuda13": (580, "CUDA 13")}
+"""First Linux driver branch of each CUDA version (NVIDIA, CUDA compatibility)."""
+GB, GIB = 1e9, 1024**3
+
+Level = Literal["fault", "note"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something that is wrong (`fault`), or worth knowing (`note`), and what to do."""
+
+    level: Level
+    what: str
+    fix: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What was found on the machine, before any judgement."""
+
+    python: str
+    packages: Mapping[str, str]
+    """Installed versions of PACKAGES."""
+    driver: str | None
+    """NVIDIA driver's version; None without one."""
+    gpus: int
+    """GPUs that the driver shows to this process."""
+    gpu_kinds: tuple[str, ...]
+    """What jax calls its devices, one for each, where it has GPUs."""
+    gpu_bytes: int | None
+    """Memory of a GPU that jax may use."""
+    gpu_error: str | None
+    """Why jax has no GPUs although the driver shows some."""
+    host_bytes: int
+    host_free_bytes: int
+    cores: int
+    shared_memory_bytes: int
+    """Size of /dev/shm, through which NCCL connects processes of one host."""
+    environment: Mapping[str, str]
+    flags_error: str | None
+    """What jaxlib says of XLA_FLAGS where it refuses them."""
+    imex: bool
+    """Whether there is a channel for NVLink between trays."""
+    infiniband: bool
+
+
+def gather() -> Facts:
+    """Looks at this machine. XLA_FLAGS that jaxlib refuses are dropped from this process, which could not go on."""
+    flags_error = check_flags(os.environ.get("XLA_FLAGS", ""))
+    environment = dict(os.environ)
+    if flags_error:
+        del os.environ["XLA_FLAGS"]
+    gpus = visible_gpu_count()
+    kinds, size, error = _jax_gpus() if gpus else ((), None, None)
+    shm = os.statvfs("/dev/shm") if os.path.exists("/dev/shm") else None
+    free = re.search(r"MemAvailable:\s+(\d+)", _read("/proc/meminfo"))
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Facts(
+        python=platform.python_version(),
+        packages={name: version for name in PACKAGES if (version := _version(name))},
+        driver=_driver(),
+        gpus=gpus,
+        gpu_kinds=kinds,
+        gpu_bytes=size,
+        gpu_error=error,
+        host_bytes=host,
+        host_free_bytes=int(free[1]) * 1024 if free else host,
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        shared_memory_bytes=shm.f_frsize * shm.f_blocks if shm else 0,
+        environment=environment,
+        flags_error=flags_error,
+        imex=any(Path("/dev/nvidia-caps-imex-channels").glob("channel*")),
+        infiniband=any(Path("/sys/class/infiniband").glob("*")),
+    )
+
+
+def check_flags(flags: str) -> str | None:
+    """What jaxlib says against XLA flags, None where it takes them. Tried in a process of its own, which they end."""
+    if not flags.strip():
+        return None
+    code = "import jax; jax.devices()"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    if not result.returncode:
+        return None
+    lines = [line for line in result.stderr.splitlines() if "XLA_FLAGS" in line or "flag" in line.lower()]
+    return (lines or result.stderr.splitlines() or ["jaxlib ended without a message"])[-1].split("] ")[-1]
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    """From the kernel module, or from NVML, which containers have."""
+    if found := re.search(r"Kernel Module.*?(\d+\.\d+(?:\.\d+)?)", _read("/proc/driver/nvidia/version")):
+        return found[1]
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    text = ctypes.create_string_buffer(80)
+    if nvml.nvmlInit_v2() or nvml.nvmlSystemGetDriverVersion(text, 80):
+        return None
+    return text.value.decode()
+
+
+def _jax_gpus() -> tuple[tuple[str, ...], int | None, str | None]:
+    import jax
+
+    try:
+        devices = jax.local_devices(backend="gpu")
+    except RuntimeError as error:
+        return (), None, str(error).splitlines()[0]
+    stats = devices[0].memory_stats() or {}
+    return tuple(device.device_kind for device in devices), stats.get("bytes_limit"), None
+
+
+def examine(facts: Facts, machine: Preset | None = None) -> list[Finding]:
+    """Faults first. With a machine also what its nodes need."""
+    found = [*_versions(facts), *_gpus(facts), *_environment(facts)]
+    if machine is not None and facts.gpus:
+        found += _node(facts, machine)
+    return sorted(found, key=lambda finding: finding.level != "fault")
+
+
+def _fault(what: str, fix: str) -> Finding:
+    return Finding("fault", what, fix)
+
+
+def _versions(facts: Facts) -> list[Finding]:
+    found, packages = [], facts.packages
+    jax, jaxlib = packages.get("jax", ""), packages.get("jaxlib", "")
+    if not OLDEST_JAX <= _numbers(jax) < NEWEST_JAX:
+        found.append(_fault(f"jax {jax or 'is not installed'}; the project runs on 0.11.2 up to 0.12", "uv sync"))
+    if _numbers(jax)[:3] != _numbers(jaxlib)[:3]:
+        found.append(_fault(f"jax {jax} with jaxlib {jaxlib}", "install the two of one version: uv sync"))
+    for name in ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"):
+        if name in packages and _numbers(packages[name])[:3] != _numbers(jaxlib)[:3]:
+            found.append(_fault(f"{name} {packages[name]} with jaxlib {jaxlib}", "install one version of all: uv sync"))
+    if "jax-cuda12-plugin" in packages and "jax-cuda13-plugin" in packages:
+        found.append(
+            _fault(
+                "plugins for CUDA 12 and CUDA 13 are installed together: jax would load either",
+                "keep one: uv sync, or uv sync --no-group cuda12 --group cuda13",
+            )
+        )
+    if "nvidia-nccl-cu12" in packages and "nvidia-nccl-cu13" in packages:
+        found.append(
+            _fault(
+                "two NCCL wheels are installed and write the same file, nvidia/nccl/lib/libnccl.so.2",
+                "pip uninstall both, then install one again: uv sync --reinstall-package nvidia-nccl-cu12",
+            )
+        )
+    return found
+
+
+def _gpus(facts: Facts) -> list[Finding]:
+    found, plugins = [], [name for name in DRIVERS if f"jax-{name}-plugin" in facts.packages]
+    if facts.gpus and not plugins:
+        found.append(_fault(f"{facts.gpus} GPUs, and no CUDA plugin for jax", "uv sync (brings jax[cuda12])"))
+    for name in plugins:
+        oldest, cuda = DRIVERS[name]
+        if facts.driver and _numbers(facts.driver) < (oldest,):
+            found.append(
+                _fault(
+                    f"driver {facts.driver} is too old for {cuda}, which needs {oldest} or newer", "update the driver"
+                )
+            )
+    if facts.gpu_error:
+        found.append(
+            _fault(f"the driver shows {facts.gpus} GPUs and jax finds none: {facts.gpu_error}", "see the other faults")
+        )
+    if not facts.gpus:
+        why = "no NVIDIA driver" if facts.driver is None else f"driver {facts.driver} shows no GPU to this process"
+        found.append(
+            Finding("note", f"{why}: meshes are simulated on the CPU, in float32", "nothing, for a first look")
+        )
+    unknown = {kind for kind in facts.gpu_kinds if not _known(kind)}
+    for kind in sorted(unknown):
+        found.append(Finding("note", f"{kind} is no GPU of a preset", "meshes/hardware.py lists them; --mesh local"))
+    return found
+
+
+def _known(kind: str) -> str | None:
+    return next((name for name, gpu in GPUS.items() if kind.startswith(gpu.device_kind)), None)
+
+
+def _environment(facts: Facts) -> list[Finding]:
+    found, environment = [], facts.environment
+    if facts.flags_error:
+        found.append(
+            _fault(f"jaxlib refuses XLA_FLAGS: {facts.flags_error}", "remove the flag; every script would end at once")
+        )
+    platforms = environment.get("JAX_PLATFORMS", "")
+    if facts.gpus and platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        found.append(_fault(f"JAX_PLATFORMS is {platforms}: the GPUs stay unused", "unset JAX_PLATFORMS"))
+    if facts.gpus and re.search(r"cuda|cudnn|nccl", environment.get("LD_LIBRARY_PATH", ""), re.IGNORECASE):
+        found.append(
+            Finding(
+                "note",
+                "LD_LIBRARY_PATH names CUDA libraries, which are then loaded instead of jax's own wheels",
+                "unset LD_LIBRARY_PATH where jax reports a wrong version of cuDNN, cuBLAS or NCCL",
+            )
+        )
+    if launched(environment) is not None and any("_proxy" in name.lower() for name in environment):
+        found.append(
+            Finding("note", "proxy variables are set", "unset them where processes do not find their coordinator")
+        )
+    if facts.gpus > 1 and facts.shared_memory_bytes < GIB:
+        found.append(
+            _fault(
+                f"/dev/shm has {facts.shared_memory_bytes / GIB:.2f} GiB; NCCL needs about 1 GiB a node",
+                "docker --shm-size=8g, or an emptyDir of medium Memory at /dev/shm in Kubernetes",
+            )
+        )
+    return found
+
+
+def _node(facts: Facts, machine: Preset) -> list[Finding]:
+    """What a node with GPUs lacks for its part of a machine."""
+    found, topology = [], machine.topology
+    wanted = [GPUS[name].device_kind for name in machine.gpu_names]
+    if wrong := sorted({kind for kind in facts.gpu_kinds if not kind.startswith(tuple(wanted))}):
+        found.append(
+            _fault(f"{machine.name} is made of {', '.join(wanted)}; here are {', '.join(wrong)}", "--mesh local")
+        )
+    if machine.layout.num_devices > topology.gpus_per_node and facts.gpus < topology.gpus_per_node:
+        found.append(
+            _fault(
+                f"a node of {machine.name} has {topology.gpus_per_node} GPUs, here {facts.gpus} are visible",
+                "ask the launcher for all GPUs of the node; see docs/clusters.md",
+            )
+        )
+    if topology.num_nodes > 1 and topology.gpus_per_domain > topology.gpus_per_node and not facts.imex:
+        found.append(
+            _fault(
+                "no channel in /dev/nvidia-caps-imex-channels: NVLink does not reach the other trays",
+                "start nvidia-imex on every tray, or ask for a ComputeDomain in Kubernetes; see docs/clusters.md",
+            )
+        )
+    if topology.num_domains > 1 and not facts.infiniband:
+        found.append(
+            _fault(
+                "no InfiniBand adapter in /sys/class/infiniband: messages between nodes would go over TCP",
+                "give the container /dev/infiniband and the host's network; see docs/clusters.md",
+            )
+        )
+    unset = [
+        setting.name
+        for setting in settings(machine)
+        if setting.name not in (facts.environment.get("XLA_FLAGS", "") if setting.is_xla_flag else facts.environment)
+    ]
+    if unset:
+        found.append(
+            Finding(
+                "note",
+                f"not set: {', '.join(unset)}",
+                f'eval "$(uv run scripts/doctor.py --mesh {machine.name} --exports)"',
+            )
+        )
+    return found
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """How a preset fits this machine."""
+
+    preset: str
+    layout: str
+    weight_bytes: int
+    """Of Kimi K2.6 on each device, bfloat16 and INT4."""
+    runs: str
+    """`on its GPUs`, `simulated`, or why not."""
+
+
+def fits(facts: Facts, machines: Mapping[str, Preset] = PRESETS) -> list[Fit]:
+    """Every machine against this one."""
+    from kimi_jax.config import ModelConfig
+    from kimi_jax.decoding.engine import model_for
+    from kimi_jax.parallel.explain import held_weights
+
+    config = ModelConfig.from_json(Path(__file__).parent / "assets" / "k26_config.json")
+    found = []
+    for name, machine in machines.items():
+        held = held_weights(model_for(config, machine.layout), machine.layout, "bfloat16")
+        size = sum(part.device_bytes for part in held)
+        found.append(Fit(name, str(machine.layout), size, _runs(facts, machine, size)))
+    return found
+
+
+def _runs(facts: Facts, machine: Preset, weight_bytes: int) -> str:
+    if not facts.gpu_kinds:
+        return "simulated, for the bundled model"
+    names = {_known(kind) for kind in facts.gpu_kinds}
+    if not names <= set(machine.gpu_names):
+        return f"made of {', '.join(machine.gpu_names)}"
+    needed = machine.layout.num_devices
+    if needed > len(facts.gpu_kinds):
+        nodes = -(-needed // machine.topology.gpus_per_node)
+        per_node = min(needed, machine.topology.gpus_per_node)
+        return f"one of {nodes} nodes" if len(facts.gpu_kinds) == per_node else f"needs {needed} GPUs"
+    if facts.gpu_bytes is not None and weight_bytes > facts.gpu_bytes:
+        return "on its GPUs, for models smaller than K2.6"
+    return "on its GPUs"
+
+
+def operations(
+    facts: Facts, machine: Preset, *, requests: int = 1, rows: int = 17, capacity: int = 8192
+) -> "list[Pick]":
+    """What would serve K2.6's hot operations for such a step on this machine's devices, and why."""
+    import jax
+    import numpy as np
+
+    from kimi_jax.config import ModelConfig
+    from kimi_jax.decoding.engine import model_for
+    from kimi_jax.decoding.kernels import picks
+
+    config = ModelConfig.from_json(Path(__file__).parent / "assets" / "k26_config.json")
+    device = jax.local_devices()[0]
+    mesh = jax.sharding.Mesh(np.array([device]), ("device",))
+    return picks(
+        config, model_for(config, machine.layout).placement, machine.layout, mesh,
+        "bfloat16" if facts.gpu_kinds else "float32", requests=requests, rows=rows, capacity=capacity,
+    )  # fmt: skip
