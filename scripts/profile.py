@@ -77,7 +77,7 @@ class Options:
     xla_dump: Path | None = None
     """Directory for XLA's dump: HLO before and after optimisation, buffer assignment, and an index of the files."""
     trace: Path | None = None
-    """Without --gpu: directory for a profiler trace of the timed rounds, for xprof."""
+    """Without --gpu: directory that keeps the profiler trace of the rounds, for xprof."""
     registers: bool = False
     """With --gpu: each Pallas kernel's registers, spills and shared memory."""
     html: Path | None = None
@@ -175,7 +175,7 @@ def run(options: Options, status: Console) -> "tuple[Report, Live]":
     )
     drafter = options.drafter or (BUNDLED_DRAFTER if bundled and options.budget else None)
     if drafter is None and options.budget:
-        raise ValueError("a budget needs --drafter DIR: the folder of a drafter made for this checkpoint; or --budget 0")
+        raise ValueError("a budget needs --drafter DIR, the folder of a drafter made for the checkpoint; or --budget 0")
     opened = open_engine(engine_options, status, drafter)
 
     from kimi_jax.profiling import live

@@ -107,10 +107,14 @@ class Case:
     @property
     def title(self) -> str:
         """In one line."""
+
+        def many(count: int, what: str) -> str:
+            return f"{count} {what}{'s' if count > 1 else ''}"
+
         return (
             f"{self.program} of {self.config.num_hidden_layers} layers on {self.preset.name} ({self.preset.layout}) "
-            f"with {self.gpu}: {self.requests} requests × {self.rows} rows at context {self.context}, "
-            f"{self.device_requests} requests a device"
+            f"with {self.gpu}: {many(self.requests, 'request')} × {many(self.rows, 'row')} at context {self.context}, "
+            f"{many(self.device_requests, 'request')} a device"
         )
 
     @property
@@ -204,7 +208,7 @@ class Placed:
 
 def placed_weights(programs: Programs) -> tuple[Placed, ...]:
     """Every weight as one device holds it. Raises CompileError for one that its axes cut unevenly."""
-    return tuple(_placed(_parameters(programs)))
+    return tuple(_placed(abstract_parameters(programs)))
 
 
 def programs_of(case: Case, mesh: Mesh) -> Programs:
@@ -241,7 +245,7 @@ def compile_program(
     """
     mesh = build_mesh(case.preset, topology_devices(case.preset, case.gpu))
     programs = programs_of(case, mesh)
-    arguments = program_arguments(case, programs, _parameters(programs))
+    arguments = program_arguments(case, programs, abstract_parameters(programs))
     return compile_for(case, programs, arguments, dump=dump, registers=registers, stage=stage)[0]
 
 
@@ -335,7 +339,8 @@ def _array(mesh: Mesh, shape: tuple[int, ...], dtype: DTypeLike, spec: Partition
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
-def _parameters(programs: Programs) -> Parameters:
+def abstract_parameters(programs: Programs) -> Parameters:
+    """Shapes and shardings of what the programs need. Raises CompileError for a weight that its axes cut unevenly."""
     modules = {"target": programs.model, "drafter": programs.speculation.drafter}
     parameters: Parameters = {}
     for name in programs.needs:

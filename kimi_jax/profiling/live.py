@@ -2,6 +2,7 @@
 
 import dataclasses
 import statistics
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -52,22 +53,18 @@ class Live:
     compiled: Compiled
     round_seconds: tuple[float, ...]
     """Of each measured round, from its dispatch to its end."""
-    phase_seconds: dict[str, float]
-    """Draft, verify and commit; see `decoding.timing`."""
     part_seconds: dict[str, float]
-    """Busy time of one device in one round by part, from the trace; empty without one."""
+    """Busy time of one device in one round by part, from a trace of as many rounds more."""
 
     @property
     def median_seconds(self) -> float:
         """Of a round."""
         return statistics.median(self.round_seconds)
 
-
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON, beside the report's."""
         return {
             "measured_round_seconds": list(self.round_seconds),
-            "measured_phase_seconds": self.phase_seconds,
             "traced_part_seconds": self.part_seconds,
         }
 
@@ -89,13 +86,13 @@ def run(
 
     Args:
       gpu: whose data sheet the floors are taken from.
-      trace: directory for a profiler trace of the measured rounds.
+      trace: directory that keeps the profiler trace of as many rounds more.
       dump: directory for XLA's dump.
     """
     draft = Draft("ddtree", load.budget) if load.budget and engine.drafter is not None else PLAIN
     programs = engine.programs(Sampling(), draft, load.requests)
     steps = programs.speculation.max_depth + 1
-    new_tokens = (WARM_UP + load.rounds) * steps + 1
+    new_tokens = (WARM_UP + 2 * load.rounds) * steps + 1
     drafter = None if engine.drafter is None else engine.drafter.config
     case = Case(
         engine.config, machine, gpu, load.requests, load.context + new_tokens,
@@ -112,22 +109,22 @@ def run(
         stage(f"running {load.rounds} rounds")
         for _ in range(WARM_UP):
             state = jax.block_until_ready(program(parameters, state))
-        if trace is not None:
-            jax.profiler.start_trace(str(trace))
         times = []
-        for number in range(load.rounds):
-            with jax.profiler.StepTraceAnnotation("round", step_num=number):
-                started = time.perf_counter()
-                state = jax.block_until_ready(program(parameters, state))
-                times.append(time.perf_counter() - started)
-        if trace is not None:
-            jax.profiler.stop_trace()
-    stage("timing draft, verification and commit")
-    phases = engine.part_seconds(prompts, limits, Sampling(), draft)
-    parts = {}
-    if trace is not None:
-        parts = part_seconds(trace, Module(compiled.text), load.rounds * machine.layout.num_devices)
-    return Live(compiled, tuple(times), phases, parts)
+        for _ in range(load.rounds):
+            started = time.perf_counter()
+            state = jax.block_until_ready(program(parameters, state))
+            times.append(time.perf_counter() - started)
+        stage(f"tracing {load.rounds} rounds")
+        with tempfile.TemporaryDirectory() as scratch:
+            directory = trace or Path(scratch)
+            with jax.profiler.trace(str(directory)):
+                for number in range(load.rounds):
+                    with jax.profiler.StepTraceAnnotation("round", step_num=number):
+                        state = jax.block_until_ready(program(parameters, state))
+            stage("reading the trace")
+            executions = load.rounds * machine.layout.num_devices
+            parts = part_seconds(directory, Module(compiled.text), executions)
+    return Live(compiled, tuple(times), parts)
 
 
 class Trace:

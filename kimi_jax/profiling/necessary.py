@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
 from kimi_jax.estimator.routing import uniform
 from kimi_jax.profiling.compile import Case, Placed
 
@@ -75,13 +77,14 @@ def needs(case: Case, weights: Iterable[Placed]) -> dict[str, Need]:
     held = weight_bytes(weights)
     rows = case.device_requests * case.rows
     head_rows = case.device_requests * (1 if case.program == "prefill" else case.rows)
+    size = jnp.dtype(case.dtype).itemsize
     needed = {
-        part: Need(num_bytes, 2 * rows * num_bytes / 2)  # two bytes a weight, two operations a weight and row
+        part: Need(num_bytes, 2 * rows * num_bytes / size)  # two operations a weight and row
         for part, num_bytes in held.items()
         if part in ("attention", "router", "shared_expert", "dense")
     }
-    needed["head"] = Need(held["head"], head_rows * held["head"])
-    needed["other"] = Need(rows * config.hidden_size * 2)  # rows of the embedding
+    needed["head"] = Need(held["head"], 2 * head_rows * held["head"] / size)
+    needed["other"] = Need(rows * config.hidden_size * size)  # rows of the embedding
     cached = needed["attention"]
     needed["attention"] = Need(cached.hbm_bytes + _cache_bytes(case), cached.flops + _score_flops(case))
     if "experts" in held:
@@ -101,7 +104,9 @@ def _cache_bytes(case: Case) -> float:
     """Latents and rotary keys of the cached context, read once for all rows of a request."""
     config = case.config
     width = config.kv_lora_rank + config.qk_rope_head_dim
-    return case.device_requests * case.context * width * 2 * config.num_hidden_layers
+    ranks = case.preset.layout.tp if case.preset.layout.cache == "split" else 1
+    size = jnp.dtype(case.dtype).itemsize
+    return case.device_requests * case.context * width * size * config.num_hidden_layers / ranks
 
 
 def _score_flops(case: Case) -> float:
@@ -122,7 +127,8 @@ def _drafting(case: Case, held: dict[str, int]) -> dict[str, Need]:
         rows, window = requests * drafter.block_size, min(drafter.draft_window, case.context)
         heads_read = held["head"]
     kv_heads = max(1, drafter.num_key_value_heads // tp)
-    ring = requests * window * drafter.num_hidden_layers * kv_heads * drafter.head_dim * 2 * 2
+    size = jnp.dtype(case.dtype).itemsize
+    ring = requests * window * drafter.num_hidden_layers * kv_heads * drafter.head_dim * 2 * size
     logits = 0 if case.program == "prefill" else requests * case.depth * case.config.vocab_size / tp * 4
-    flops = rows * held["drafter"] + requests * case.depth * heads_read
+    flops = 2 * (rows * held["drafter"] + requests * case.depth * heads_read) / size
     return {"drafter": Need(held["drafter"] + heads_read + ring, flops), "tree": Need(logits)}

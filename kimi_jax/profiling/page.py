@@ -30,8 +30,7 @@ def page(report: Report) -> str:
     parts = [part for part in report.parts if part.floor_us or part.messages or part.moved_bytes]
     sections = [
         f"<h1>{html.escape(title)}</h1>",
-        f"<p>{html.escape(str(case.preset.layout))}: {case.requests} requests × {case.rows} rows at context "
-        f"{case.context}, {case.device_requests} requests a device. Nothing here was measured.</p>",
+        f"<p>{html.escape(case.title)}. Nothing here was measured.</p>",
         f"<p class='{'' if h.free >= 0 else 'bad'}'>{html.escape(report.verdict)}</p>",
         f"<h2>Memory of one device: {h.total / 1e9:.1f} of {h.card / 1e9:.1f} GB</h2>",
         bars("GB", list(memory), {"held": [num_bytes / 1e9 for num_bytes in memory.values()]}),

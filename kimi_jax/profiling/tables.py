@@ -14,14 +14,16 @@ def show(report: Report) -> RenderableType:
         report.verdict,
         f"Routed experts: {report.touched_experts:.1f} a rank and layer when routing is uniform.",
         f"Dense weights are read {report.read_ratio:.2f} × once each. "
-        f"The step moves {moved(report.parts) / 1e9:.1f} GB, {report.moved_ratio:.2f} × what it must.",
+        f"The step moves {_bytes(moved(report.parts))}, {report.moved_ratio:.2f} × what it must.",
         _materialised(report.materialised),
         f"Host transfers: {len(report.host_transfers) or 'none'}.",
         f"Lowered in {report.lower_seconds:.0f} s and compiled in {report.compile_seconds:.0f} s, "
         f"{report.host_bytes / 1e9:.1f} GB of host memory. "
         "Floors are data-sheet bandwidths and peaks, latencies the estimator's; nothing here was measured.",
     ]
-    tables = [_memory_table(report), _parts_table(report), _messages_table(report)]
+    tables = [_memory_table(report), _parts_table(report)]
+    if any(part.collectives for part in report.parts):
+        tables.append(_messages_table(report))
     if report.assembled:
         tables.append(_assembler_table(report))
     return Group(report.case.title, *tables, *notes)
@@ -30,6 +32,10 @@ def show(report: Report) -> RenderableType:
 def moved(parts: tuple[PartReport, ...]) -> float:
     """Bytes of all parts."""
     return sum(part.moved_bytes for part in parts)
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def _materialised(found: tuple[Materialised, ...]) -> str:
@@ -126,19 +132,15 @@ def _assembler_table(report: Report) -> Table:
 def show_live(live: Live, report: Report) -> RenderableType:
     """What was measured, beside the floors."""
     times = [1e3 * seconds for seconds in live.round_seconds]
-    phases = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in live.phase_seconds.items())
-    lines = [
+    line = (
         f"Measured: {len(times)} rounds, median {1e3 * live.median_seconds:.2f} ms, least {min(times):.2f}, most "
-        f"{max(times):.2f}; floor {report.floor_us / 1e3:.3f} ms on {report.case.gpu}.",
-        f"Timed apart: {phases}.",
-    ]
-    if not live.part_seconds:
-        return Group(*lines)
-    table = Table(title="one round on one device, from the trace", title_justify="left")
+        f"{max(times):.2f}; floor {report.floor_us / 1e3:.3f} ms on {report.case.gpu}."
+    )
+    table = Table(title="a round, traced", title_justify="left")
     table.add_column("part")
     for name in ("busy µs", "floor µs"):
         table.add_column(name, justify="right")
     for part in report.parts:
         busy = live.part_seconds.get(part.part, 0.0)
         table.add_row(part.part, f"{1e6 * busy:,.0f}", f"{part.floor_us:,.0f}")
-    return Group(table, *lines)
+    return Group(table, line)

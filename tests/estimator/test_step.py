@@ -77,7 +77,7 @@ def test_bytes_of_one_row_on_one_node_by_hand():
     assert parts["shared_expert"].hbm_bytes == 3 * 7168 * 2048 * 2 / 8
     assert parts["head"].hbm_bytes == 163840 * 7168 * 2 / 8
     assert parts["dense"].hbm_bytes == 3 * 7168 * 18432 * 2 / 8
-    # 122 all-reduces in the layers and one for the logits; one row of 7168 bfloat16 values.
+    # 122 all-reduces in the layers and one of the embedding; one row of 7168 bfloat16 values.
     assert parts["reductions"].count == 123
     assert parts["reductions"].local_bytes == pytest.approx(7168 * 2 * 7 / 8)
     assert parts["exchange"].ms == 0
@@ -100,11 +100,28 @@ def test_cache_is_read_once_a_request_and_repeated_over_tp():
     assert merged.ms > estimate(scenario(context=100_000, concurrency=4)).parts["reductions"].ms
 
 
+def test_messages_by_hand():
+    """Two rows a request on 9 groups of 8, one request each; 60 layers with experts, 61 in all, 6 in the drafter."""
+    parts = estimate(scenario("nvl72", "gb300", concurrency=9, budget=1)).parts
+    counts = {name: round(part.count * part.messages) for name, part in parts.items() if part.messages}
+    assert counts == {"head": 1, "drafter": 14, "tree": 1, "exchange": 120, "reductions": 123}
+    row, words = 7168 * 2, 8 * 8
+    sent = {name: part.count * part.local_bytes for name, part in parts.items()}
+    assert sent["exchange"] == pytest.approx(60 * 9 * 2 * (2 * row + words) * 8 / 9)
+    assert sent["head"] == pytest.approx(2 * 8 * 8 * 7 / 8)  # a word and its logit of each rank for each row
+    assert sent["tree"] == pytest.approx(1 * 8 * (8 + 4) * 7 / 8)  # one candidate and a log-sum-exp
+    assert sent["drafter"] == pytest.approx(13 * 8 * row * 7 / 8 + 2 * row * 7 / 8)
+    split = estimate(scenario("nvl72", "gb300", concurrency=9, budget=1, is_cache_split=True)).parts["reductions"]
+    assert split.count * split.messages == pytest.approx(4 * 61 + 1)
+    heads = 2 * 64 * (2 * 576 + 2 * 512 + 4) * 7 / 8
+    assert split.count * split.local_bytes == pytest.approx(123 * 2 * row * 7 / 8 + 61 * heads)
+
+
 def test_memory_by_hand():
     e = estimate(scenario(layout=Layout(tp=8, experts="width"), concurrency=16, budget=8))
     assert e.memory.weights["experts"] == pytest.approx(570.761e9 / 8, rel=1e-4)
     assert e.memory.cache == pytest.approx(16 * 8192 * 70_272)
-    assert e.memory.drafter == pytest.approx(6.9575e9 / 8 + 16 * 8192 * 24_576 / 8, rel=1e-3)
+    assert e.memory.drafter == pytest.approx(6.9575e9 / 8 + 16 * 4096 * 24_576 / 8, rel=1e-3)
     assert e.memory.fits
     rack = estimate(scenario("nvl72", "gb300"))
     assert rack.memory.weights["experts"] == pytest.approx(60 * 6 * 24_772_608)
@@ -118,7 +135,8 @@ def test_drafting_costs_a_drafter_and_yields_more_tokens():
     plain, tree = estimate(scenario()), estimate(scenario(budget=8))
     assert plain.parts["drafter"].ms == plain.parts["tree"].ms == 0
     assert plain.acceptance_length == 1
-    assert tree.parts["drafter"].hbm_bytes == pytest.approx((6.9575e9 + 163840 * 7168 * 2) / 8, rel=1e-3)
+    drafter = 6.9575e9 + 163840 * 7168 * 2 + 4096 * 24_576  # its weights, the head, keys and values of its window
+    assert tree.parts["drafter"].hbm_bytes == pytest.approx(drafter / 8, rel=1e-3)
     assert tree.acceptance_length == pytest.approx(tree.scenario.acceptance.length(8))
     assert tree.tokens_per_s_per_user == pytest.approx(tree.acceptance_length / tree.step_ms * 1e3)
 

@@ -8,7 +8,16 @@ import pytest
 from kimi_jax.estimator.model import k26
 from kimi_jax.estimator.scenario import make_scenario
 from kimi_jax.estimator.step import estimate
-from kimi_jax.profiling.compile import Case, CompileError, kimi_drafter, placed_weights, programs_of
+from kimi_jax.profiling.compile import (
+    Case,
+    CompileError,
+    abstract_parameters,
+    compile_for,
+    kimi_drafter,
+    placed_weights,
+    program_arguments,
+    programs_of,
+)
 from kimi_jax.profiling.necessary import needs, touched_experts, weight_bytes, weight_part
 from meshes.devices import build_mesh
 from meshes.hardware import gpu
@@ -56,6 +65,16 @@ def test_needs_of_nvl72():
     assert needed["tree"].hbm_bytes == 8 * 7 * 163840 / 8 * 4
 
 
+def test_a_split_cache_is_read_in_parts():
+    machine = preset("nvl72")
+    split = machine.with_layout(dataclasses.replace(machine.layout, cache="split"))
+    whole = case_on("nvl72", "gb300")
+    case = dataclasses.replace(whole, preset=split)
+    cache = 8 * 8192 * 576 * 2 * 61
+    read, read_in_parts = (needs(c, weights_of(c))["attention"].hbm_bytes for c in (whole, case))
+    assert read - read_in_parts == cache - cache / 8
+
+
 def test_plain_decoding_needs_no_drafter():
     case = case_on("nvl72", "gb300", budget=0)
     needed = needs(case, weights_of(case))
@@ -74,6 +93,24 @@ def test_a_weight_that_an_axis_does_not_divide_is_named():
     uneven = dataclasses.replace(programs, rules=programs.rules | {"heads": ("ep", "tp")})
     with pytest.raises(CompileError, match=r"self_attn\.\w+\.weight has \d+ in dimension \d, which ep × tp \(72"):
         placed_weights(uneven)
+
+
+def test_what_does_not_lower_names_layer_part_and_axis(monkeypatch):
+    """A reduction that fails in the first layer's attention half, after that of the embedding."""
+    case = case_on("nvl72", "gb300", budget=0)
+    programs = programs_of(case, build_mesh(case.preset, jax.devices()))
+    arguments = program_arguments(case, programs, abstract_parameters(programs))
+    psum, calls = jax.lax.psum, []
+
+    def failing(x, axis):
+        calls.append(axis)
+        if len(calls) == 2:
+            raise ValueError("refused")
+        return psum(x, axis)
+
+    monkeypatch.setattr(jax.lax, "psum", failing)
+    with pytest.raises(CompileError, match=r"round program .* does not lower in layer 0, over axis tp: refused"):
+        compile_for(case, programs, arguments)
 
 
 @pytest.mark.parametrize(
