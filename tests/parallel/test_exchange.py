@@ -213,10 +213,11 @@ def small_buffers(capacity: int):
 def test_experts_cut_along_their_width(name, backend):
     machine = LAYOUTS[name]
     layout = dataclasses.replace(machine.layout, experts="width")
-    slots, num_slots = routing("random", layout, layout.dp * layout.ep * ROWS, num_experts=8)
-    case = case_of(slots, num_slots, width=32 * layout.tp)
-    out, _ = run(backend, machine.with_layout(layout), case)
-    np.testing.assert_allclose(out, case.expected, atol=TOLERANCE * np.sqrt(layout.tp))
+    for kind in ("random", "one expert", "one rank"):
+        slots, num_slots = routing(kind, layout, layout.dp * layout.ep * ROWS, num_experts=8)
+        case = case_of(slots, num_slots, width=32 * layout.tp)
+        out, _ = run(backend, machine.with_layout(layout), case)
+        np.testing.assert_allclose(out, case.expected, atol=TOLERANCE * np.sqrt(layout.tp))
 
 
 def test_tensor_refuses_whole_experts_on_tp():

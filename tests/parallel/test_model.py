@@ -1,6 +1,7 @@
 """The whole model with every exchange, against transformers' logits in float32 (tolerance as in tests/model)."""
 
 import dataclasses
+import zlib
 from pathlib import Path
 
 import jax
@@ -8,10 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kimi_jax.decoding.engine import open_checkpoint
-from kimi_jax.model.transformer import causal_rows
+from kimi_jax.config import ModelConfig
+from kimi_jax.decoding.engine import model_for, open_checkpoint
+from kimi_jax.decoding.generate import Limits
+from kimi_jax.decoding.report import Report
+from kimi_jax.decoding.sampling import Sampling
+from kimi_jax.model.cache import empty_cache
+from kimi_jax.model.transformer import CausalLM, causal_rows
+from kimi_jax.parallel.collectives import all_gather
+from kimi_jax.parallel.exchange import all_to_all
+from kimi_jax.parallel.sharding import REQUESTS, rules
+from kimi_jax.parameters import bind, declarations, from_leaves, specs
 from meshes.devices import build_mesh
-from meshes.presets import preset
+from meshes.presets import Layout, preset
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_random"
 HGX = preset("hgx-ib-16")
@@ -44,3 +54,76 @@ def test_logits(machine, exchange, experts, forward, reference):
     count, length = ids.shape
     rows = causal_rows(jnp.asarray(ids), jnp.zeros(count, jnp.int32), jnp.full(count, length, jnp.int32))
     np.testing.assert_allclose(forward(engine, rows).logits, reference["logits"], atol=1e-4)
+
+
+def test_overflows_are_counted_and_change_nothing(engines, reference, monkeypatch):
+    """Buffers of one row: every exchange of the two prefill chunks overflows, and none of a round of one row."""
+    monkeypatch.setattr(all_to_all, "buffer_rows", lambda *sizes, **options: 1)
+    layout = Layout(dp=2, ep=2, tp=2, exchange="alltoall")
+    machine = preset("local").with_layout(layout)
+    engine = open_checkpoint(TINY, build_mesh(machine, jax.devices()), layout, jnp.float32)
+    prompts, limits = reference["input_ids"].tolist(), Limits(max_new_tokens=6, prefill_chunk=16)
+    assert 16 < len(prompts[0]) <= 32
+    report, texts = Report(len(prompts)), [[] for _ in prompts]
+    for progress in engine.generate(prompts, limits, Sampling()):
+        report.add(progress)
+        for text, new in zip(texts, progress.new_tokens, strict=True):
+            text += new
+    plain = [[] for _ in prompts]
+    for progress in engines().generate(prompts, limits, Sampling()):
+        for text, new in zip(plain, progress.new_tokens, strict=True):
+            text += new
+    assert texts == plain
+    # Three layers of experts on two replicas, whose two tp ranks exchange apart.
+    summary = report.as_dict()
+    assert summary["exchanges"] == (2 + report.rounds) * 3 * 2 * 2
+    assert summary["overflows"] == 2 * 3 * 2 * 2
+    assert f"24 of {summary['exchanges']} exchanges through buffers overflowed" in report.summary()
+
+
+@pytest.mark.slow
+def test_tp_64_on_64_of_72():
+    """A model with 64 heads and random weights, against the same on one device: one head and a 64th of widths each."""
+    config = dataclasses.replace(ModelConfig.from_json(TINY), num_attention_heads=64, num_hidden_layers=2)
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, (2, 9)).astype(np.int32)
+    rows = causal_rows(jnp.asarray(tokens), jnp.zeros(2, jnp.int32), jnp.full(2, 9, jnp.int32))
+
+    def logits(machine):
+        layout = machine.layout
+        model, mesh, places = model_for(config, layout), build_mesh(machine, jax.devices()), rules(layout)
+
+        def forward(parameters, rows, cache):
+            bound = bind(model, parameters)
+            return all_gather(bound.logits(bound.model(rows, cache).hidden), "tp", dimension=2)
+
+        in_specs = (specs(model, places), REQUESTS, REQUESTS)
+        run = jax.shard_map(forward, mesh=mesh, in_specs=in_specs, out_specs=REQUESTS, check_vma=False)
+        with jax.default_matmul_precision("highest"):
+            return np.asarray(jax.jit(run)(random_weights(model), rows, empty_cache(config, 2, 0, jnp.float32)))
+
+    one = logits(preset("local"))
+    assert one.std() > 0.1
+    assert NVL72.with_axes(tp=64).layout.num_devices == 64
+    np.testing.assert_allclose(logits(NVL72.with_axes(tp=64)), one, atol=1e-4)
+
+
+def random_weights(model: CausalLM):
+    """The same for every placement: an expert's weights are drawn by its number, whatever its slot."""
+
+    def draw(path, shape, dtype):
+        rng = np.random.default_rng(zlib.crc32(repr(path).encode()))
+        if jnp.issubdtype(dtype, jnp.integer):
+            return rng.integers(-(2**31), 2**31, shape).astype(np.int32)
+        if path[-1] == "scale":
+            return np.asarray(rng.uniform(0.005, 0.02, shape), dtype)
+        return np.asarray(rng.normal(size=shape) / np.sqrt(shape[-1] if len(shape) > 1 else 1), dtype)
+
+    leaves = {}
+    for d in declarations(model, jnp.float32):
+        if d.stacked:
+            experts = draw(d.path, (model.config.n_routed_experts, *d.shape[1:]), d.dtype)
+            layer = next(name for name in d.path if isinstance(name, int))
+            leaves[d.path] = experts[np.maximum(model.slot_experts[layer], 0)]
+        else:
+            leaves[d.path] = draw(d.path, d.shape, d.dtype)
+    return from_leaves(model, leaves)
