@@ -1,11 +1,14 @@
 """Settings of machines: what each gets, and that the installed jaxlib takes every flag."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
 from meshes.environment import exports, settings
 from meshes.presets import PRESETS, preset
@@ -56,3 +59,36 @@ def test_exports_set_what_a_shell_reads():
     flags, mnnvl = output.stdout.split("|")
     assert shlex.split(flags) == [*(str(s) for s in settings(preset("nvl72")) if s.is_xla_flag), "--mine=1"]
     assert mnnvl == "1"
+
+
+CLUSTERS = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", CLUSTERS, re.DOTALL)
+
+
+def test_the_page_names_every_setting_and_no_other():
+    stated = set(re.findall(r"^\| `((?:--xla|NCCL|XLA)[^`]*)`", CLUSTERS, re.MULTILINE))
+    assert stated == {str(setting) for machine in PRESETS.values() for setting in settings(machine)}
+
+
+def test_the_pages_scripts_parse_and_use_options_that_exist():
+    shells = [text for language, text in BLOCKS if language == "bash"]
+    assert len(shells) == 3
+    for text in shells:
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    commands = re.findall(r"scripts/decode\.py((?:[^\n]|\\\n)*)", CLUSTERS)
+    assert len(commands) >= 6
+    known = subprocess.run(
+        [sys.executable, "scripts/decode.py", "--help"], capture_output=True, text=True, cwd=Path(__file__).parents[2],
+        env=os.environ | {"COLUMNS": "200"},
+    ).stdout  # fmt: skip
+    for option in set(re.findall(r"(?<!\S)--[a-z-]+", " ".join(commands))):
+        assert re.search(rf"{option}\b", known), option
+
+
+def test_the_pages_manifests_are_yaml():
+    manifests = [text for language, text in BLOCKS if language == "yaml"]
+    documents = [document for text in manifests for document in yaml.safe_load_all(text)]
+    assert [document.get("kind") for document in documents] == ["Service", "Job", "ComputeDomain", None]
+    job = documents[1]["spec"]
+    assert job["completions"] == job["parallelism"] == 9
+    assert job["template"]["spec"]["subdomain"] == documents[0]["metadata"]["name"]
