@@ -3,19 +3,34 @@
 Examples:
   uv run scripts/benchmark.py speculation
   uv run scripts/benchmark.py speculation --checkpoint DIR --drafter DIR --file prompts.txt --budgets 8 16 32 --json
+  uv run --group fixtures scripts/benchmark.py peers
+  uv run scripts/benchmark.py scaling
+  uv run scripts/benchmark.py kernels
+  uv run scripts/benchmark.py kernels --interpret h200
 """
 
 import dataclasses
 import json
+import os
+import sys
 from pathlib import Path
+from typing import Literal
 
 import tyro
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kimi_jax.cli import BUNDLED_DRAFTER, EngineOptions, errors_in_one_line, open_engine, table_console
+from kimi_jax.cli import (
+    BUNDLED_CHECKPOINT,
+    BUNDLED_DRAFTER,
+    EngineOptions,
+    errors_in_one_line,
+    open_engine,
+    table_console,
+)
 from kimi_jax.prompts import Prompt, encode, read_prompts
+from meshes.devices import use_cpu_if_no_gpu
 
 PROMPTS = (
     "Add 478 and 356.",
@@ -29,7 +44,7 @@ PROMPTS = (
 
 @dataclasses.dataclass(frozen=True)
 class SpeculationOptions(EngineOptions):
-    """Options of `speculation`."""
+    """Options of `speculation` and `peers`."""
 
     drafter: Path = BUNDLED_DRAFTER
     """Directory of a DFlash drafter made for the checkpoint."""
@@ -49,51 +64,176 @@ class SpeculationOptions(EngineOptions):
 
 def speculation(options: SpeculationOptions) -> None:
     """Plain decoding, chain and trees on the same prompts, one at a time: tokens/s, acceptance, speed-up."""
+    _speeds(options, with_peers=False)
+
+
+def peers(options: SpeculationOptions) -> None:
+    """The same beside transformers' generate on the CPU, with the same weights and prompts in the same run."""
+    _speeds(options, with_peers=True)
+
+
+def _speeds(options: SpeculationOptions, with_peers: bool) -> None:
     status = Console(stderr=True, soft_wrap=True, quiet=options.json)
     with errors_in_one_line(Console(stderr=True)):
+        if with_peers and options.mesh != "local":
+            raise ValueError(f"peers compares on one device, and --mesh is {options.mesh}: leave it out")
         opened = open_engine(options, status, options.drafter)
 
         from kimi_jax.decoding.engine import PLAIN, Draft
-        from kimi_jax.evaluation.speed import measure_speculation
+        from kimi_jax.evaluation.peers import measure_transformers
+        from kimi_jax.evaluation.runs import record
+        from kimi_jax.evaluation.speed import measure_speculation, row
 
         prompts = read_prompts(options.file) if options.file else [Prompt.of(text) for text in PROMPTS]
         ids = encode(prompts, opened.engine.tokenizer, raw=False, thinking=not options.instant, system=None)
         drafts = [PLAIN, Draft("chain"), *(Draft("ddtree", budget) for budget in options.budgets)]
+        steps = (len(drafts) + with_peers) * (options.repeats + 1)
         with Progress(console=status, transient=True, disable=not status.is_terminal) as bar:
-            task = bar.add_task("decoding", total=len(drafts) * (options.repeats + 1))
-            speeds = measure_speculation(
-                opened.engine, ids, drafts, max_new_tokens=options.max_new_tokens, repeats=options.repeats,
-                progress=lambda: bar.advance(task),
-            )  # fmt: skip
-        base = speeds[0].median
-        rows = [
-            {
-                "speculation": speed.draft.kind,
-                "budget": speed.draft.budget if speed.draft.kind == "ddtree" else None,
-                "tokens_per_second_median": round(speed.median, 1),
-                "spread": round(speed.spread, 3),
-                "acceptance_length": round(speed.acceptance_length, 3),
-                "speed_up": round(speed.median / base, 2),
-                "same_text": speed.same_text,
+            task = bar.add_task("decoding", total=steps)
+            shared = {
+                "max_new_tokens": options.max_new_tokens,
+                "repeats": options.repeats,
+                "progress": lambda: bar.advance(task),
             }
-            for speed in speeds
-        ]
+            speeds = measure_speculation(opened.engine, ids, drafts, **shared)
+            if with_peers:
+                speeds = [measure_transformers(opened.engine, ids, **shared), *speeds]
+        rows = [row(speed, speeds[0]) for speed in speeds]
         if options.json:
-            print(json.dumps({"ran": opened.where, "prompts": len(prompts), "results": rows}))
+            name = "peers" if with_peers else "speculation"
+            print(json.dumps(record(name, f"{len(prompts)} prompts, batch 1; {opened.where}", rows)))
             return
         table = Table(title=f"{len(prompts)} prompts, batch 1, {options.repeats} repeats; {opened.where}")
-        for name in ("speculation", "budget", "tokens/s", "±", "tokens a round", "speed-up", "same text"):
-            table.add_column(name, justify="left" if name == "speculation" else "right")
-        for row in rows:
+        for name in ("decoder", "budget", "tokens/s", "±", "tokens a round", "speed-up", "same text"):
+            table.add_column(name, justify="left" if name == "decoder" else "right")
+        for each in rows:
             table.add_row(
-                row["speculation"], str(row["budget"] or ""), f"{row['tokens_per_second_median']:.1f}",
-                f"{row['spread']:.0%}", f"{row['acceptance_length']:.2f}", f"{row['speed_up']:.2f}×",
-                "yes" if row["same_text"] else "NO",
+                each["decoder"], str(each["budget"] or ""), f"{each['tokens_per_second_median']:.1f}",
+                f"{each['spread']:.0%}", f"{each['acceptance_length']:.2f}", f"{each['speed_up']:.2f}×",
+                "yes" if each["same_text"] else "NO",
             )  # fmt: skip
         table_console().print(table)
 
 
+@dataclasses.dataclass(frozen=True)
+class ScalingOptions:
+    """Options of `scaling`."""
+
+    checkpoint: Path = BUNDLED_CHECKPOINT
+    """Directory in K2.6's own format."""
+    drafter: Path = BUNDLED_DRAFTER
+    """Directory of a DFlash drafter made for the checkpoint."""
+    meshes: tuple[str, ...] = ("local", "hgx-ib-8", "hgx-ib-16", "nvl36", "nvl72")
+    """Machines to simulate."""
+    budget: int = 16
+    """Tree nodes of a round."""
+    context: int = 64
+    """Tokens of each request's prompt."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+
+def scaling(options: ScalingOptions) -> None:
+    """One round compiled for simulated meshes: what a device holds and sends, and what compiling takes."""
+    status = Console(stderr=True, quiet=options.json)
+    with errors_in_one_line(Console(stderr=True)):
+        use_cpu_if_no_gpu()
+        from kimi_jax.evaluation.runs import record
+        from kimi_jax.evaluation.scaling import measure_scaling
+
+        with status.status("starting") as line:
+            scales = measure_scaling(
+                options.checkpoint, options.drafter, options.meshes, budget=options.budget, context=options.context,
+                stage=line.update,
+            )  # fmt: skip
+            rows = [dataclasses.asdict(scale) for scale in scales]
+        ran = f"a round with {options.budget} tree nodes, one request a device group, context {options.context}"
+        if options.json:
+            print(json.dumps(record("scaling", ran, rows)))
+            return
+        table = Table(title=ran)
+        for name in rows[0]:
+            table.add_column(name.replace("_", " "), justify="left" if name in ("mesh", "layout") else "right")
+        for row in rows:
+            table.add_row(*(f"{cell:.1f}" if isinstance(cell, float) else f"{cell:,}" if isinstance(cell, int) else cell
+                            for cell in row.values()))  # fmt: skip
+        table_console().print(table)
+
+
+def page(runs: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path]) -> None:
+    """Writes the page of saved runs.
+
+    Args:
+        runs: Folder of what `--json` printed, one file a run.
+        output: Markdown file.
+    """
+    with errors_in_one_line(Console(stderr=True)):
+        from kimi_jax.evaluation import runs as saved
+
+        output.write_text(saved.page(saved.load(runs)))
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelOptions:
+    """Options of `kernels`."""
+
+    operations: tuple[Literal["int4_moe", "tree_attention"], ...] = ("int4_moe", "tree_attention")
+    """Which operations."""
+    shapes: str = "."
+    """Regular expression over the names of shapes, such as "ep-48" or "dp-tree33"."""
+    repeats: int = 20
+    """Timed runs of each program; the median is printed."""
+    interpret: str | None = None
+    """Check the values of this card's kernels (h200, gb300) in the interpreter instead, on any machine: small shapes,
+    and nothing is timed."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+
+def kernels(options: KernelOptions) -> None:
+    """The GPU kernels beside the references and plain jax: values, times, fractions of copy bandwidth and floor."""
+    status = Console(stderr=True, quiet=options.json)
+    with errors_in_one_line(Console(stderr=True)):
+        has_gpu = use_cpu_if_no_gpu()
+        if options.interpret:
+            os.environ.setdefault("PJRT_NPROC", "32")  # the interpreter blocks a thread of XLA's pool for each warp
+
+        from pallas_kernels import benchmark
+
+        with status.status("starting") as line:
+            if options.interpret:
+                ran, results = benchmark.interpret(options.interpret, options.operations, line.update)
+            elif has_gpu:
+                ran, results = benchmark.measure(options.operations, options.shapes, options.repeats, line.update)
+            else:
+                raise ValueError(
+                    "no GPU is visible, and this times GPU kernels: run it on one, or check values with "
+                    "--interpret h200 or --interpret gb300"
+                )
+        if options.json:
+            print(json.dumps(ran | {"results": [dataclasses.asdict(result) for result in results]}))
+            return
+        table = Table(title=", ".join(f"{name} {value}" for name, value in ran.items()))
+        for name in ("operation", "shape", "implementation"):
+            table.add_column(name)
+        for name in ("error", "µs", "of copy", "of floor"):
+            table.add_column(name, justify="right")
+        table.add_column("note")
+        for result in results:
+            values = (("relative_error", ".1e"), ("us", ".1f"), ("of_copy", ".0%"), ("of_floor", ".0%"))
+            cells = (getattr(result, name) for name, _ in values)
+            numbers = (
+                "" if cell is None else format(cell, form) for cell, (_, form) in zip(cells, values, strict=True)
+            )
+            table.add_row(result.operation, result.shape, result.implementation, *numbers, result.note)
+        table_console().print(table)
+
+
 if __name__ == "__main__":
+    # Scripts see their own folder first, where profile.py would hide the standard library's from cProfile and torch.
+    sys.path[:] = [path for path in sys.path if path != str(Path(__file__).resolve().parent)]
     tyro.extras.subcommand_cli_from_dict(
-        {"speculation": speculation}, description=__doc__, config=(tyro.conf.OmitArgPrefixes,)
+        {"speculation": speculation, "peers": peers, "scaling": scaling, "kernels": kernels, "page": page},
+        description=__doc__,
+        config=(tyro.conf.OmitArgPrefixes,),
     )
