@@ -190,6 +190,7 @@ def _grouped(x, groups: Groups, units: tuple[Weights, Weights], tile: Tile, laun
         grid_names=("cta",),
         num_threads=wgs + 1,
         thread_name="wg",
+        kernel_name=f"int4_{kind}",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(groups.tile_count, groups.tile_expert, x, *units[0], *units[1])
