@@ -102,3 +102,19 @@ def test_every_subcommand_as_table_and_json(main, capsys, arguments):
     assert capsys.readouterr().out.strip()
     main([*arguments, "--json"])
     assert json.loads(capsys.readouterr().out)
+
+
+def test_check_refuses_before_it_compiles(main, capsys):
+    for arguments, message in ((["--layers", "62"], "layers is 62"), (["--concurrency", "0"], "requests is 0")):
+        with pytest.raises(SystemExit):
+            main(["check", *arguments])
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [("--mesh", "hgx-ib", "--gpu", "h200"), ("--mesh", "nvl72", "--split-cache")])
+def test_estimator_and_compiler_agree_at_full_width(place):
+    command = [sys.executable, SCRIPT, "check", *place, "--layers", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:] + done.stdout
+    assert "Estimator and compiler agree." in done.stdout

@@ -1,4 +1,4 @@
-"""scripts/profile.py as users run it: a small model of the family compiled for a GPU that is not here, and refusals."""
+"""scripts/profile.py as users run it: a small model compiled for a GPU that is not here, a run on the CPU, refusals."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def test_json_and_dump(checkpoint, tmp_path):
     dump = tmp_path / "dump"
     done = profile(
         "--checkpoint", checkpoint, "--mesh", "local", "--gpu", "h200", "--batch", 3, "--context", 1000,
-        "--budget", 0, "--json", "--xla-dump", dump,
+        "--budget", 0, "--json", "--xla-dump", dump, "--html", tmp_path / "report.html",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(done.stdout)
@@ -53,10 +53,25 @@ def test_json_and_dump(checkpoint, tmp_path):
     assert memory["free"] == pytest.approx(memory["card"] - memory["total"])
     assert report["host_transfers"] == []
     assert all(not part["collectives"] for part in report["parts"])  # one device sends nothing
+    assert json.loads((dump / "report.json").read_text()) == report
+    assert report["host_bytes"] > 1e8
+    assert "round of 2 layers on local" in (tmp_path / "report.html").read_text()
+    assert "CUB" not in done.stderr  # what XLA lacks without a GPU is no news for a user
     index = (dump / "index.md").read_text()
     assert "| experts | 1 |" in index
     assert "before_optimizations.txt" in index
     assert "buffer-assignment.txt" in index
+
+
+@pytest.mark.slow
+def test_a_run_of_the_bundled_model(tmp_path):
+    done = profile("--batch", 2, "--context", 32, "--budget", 4, "--rounds", 3, "--trace", tmp_path, "--json")
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(done.stdout)
+    assert len(report["measured_round_seconds"]) == 3
+    assert {"attention", "experts", "drafter", "tree"} <= set(report["traced_part_seconds"])
+    assert list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))
+    assert "running 3 rounds" not in done.stderr  # --json prints nothing else
 
 
 @pytest.mark.parametrize(
@@ -64,9 +79,11 @@ def test_json_and_dump(checkpoint, tmp_path):
     [
         (("--mesh", "nvl72", "--gpu", "h200"), "nvl72 is made of gb300, gb200, not of h200"),
         (("--gpu", "a100"), "unknown GPU 'a100'"),
-        (("--tp", 9), "tp 9 does not divide attention heads 64"),
-        (("--layers", 62), "layers is 62"),
-        (("--batch", 0), "requests is 0"),
+        (("--gpu", "gb300", "--tp", 9), "tp 9 does not divide attention heads 64"),
+        (("--gpu", "gb300", "--layers", 62), "layers is 62"),
+        (("--gpu", "gb300", "--batch", 0), "requests is 0"),
+        (("--gpu", "gb300", "--trace", "here"), "--trace needs a run: leave --gpu away"),
+        (("--layers", 3), "--layers belongs to compiling for absent GPUs: add --gpu"),
     ],
 )
 def test_refusals(arguments, message):
