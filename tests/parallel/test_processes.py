@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 import safetensors.numpy
 
@@ -258,3 +260,62 @@ def test_a_killed_process_ends_the_other(two):
     assert statuses[0] not in (0, None)
     told = outputs[0][1]
     assert "another process has ended" in told or "another task died" in told, told
+
+
+RANDOM = ("--checkpoint", one_of_two.CHECKPOINT, "--drafter", one_of_two.DRAFTER, "--ep", 2, "--tp", 4)
+
+
+def start_two(script, *arguments):
+    port = free_port()
+    return [
+        start(
+            f"scripts/{script}", *arguments, "--coordinator", f"localhost:{port}", "--processes", 2, "--process-id", i
+        )
+        for i in range(2)
+    ]
+
+
+@pytest.mark.slow
+def test_decode_with_moving_experts_as_two_processes():
+    command = (*RANDOM, "--raw", "--max-new-tokens", 24, "--json", "--rebalance-every", 4, "Hello", "12", "ab")
+    alone = start("scripts/decode.py", *command).communicate()[0]
+    (output, errors), (silent, _) = (child.communicate() for child in start_two("decode.py", *command))
+    assert silent == ""
+    assert output, errors
+    texts = [[result["token_ids"] for result in json.loads(run)["results"]] for run in (alone, output)]
+    assert texts[0] == texts[1]
+    assert "of 2 processes" in json.loads(output)["summary"]["ran"]
+
+
+@pytest.mark.slow
+def test_evaluate_as_two_processes(tmp_path):
+    ids, files = tmp_path / "ids.json", [tmp_path / "alone.npz", tmp_path / "two.npz"]
+    ids.write_text(json.dumps([[1, 2, 3, 4], [5, 6, 7, 8], [9, 8, 7, 6]]))
+    command = ("logits", "--checkpoint", one_of_two.CHECKPOINT, "--ep", 2, "--tp", 4, "--input-ids", ids, "--output")
+    children = [start("scripts/evaluate.py", *command, files[0]), *start_two("evaluate.py", *command, files[1])]
+    for child in children:
+        _, errors = child.communicate()
+        assert child.returncode == 0, errors
+    alone, two = (np.load(file)["logits"] for file in files)
+    assert alone.shape[:2] == (3, 4)
+    np.testing.assert_allclose(two, alone, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [("--heartbeat-timeout", "another task died"), ("--watchdog", "nothing was loaded or decoded")],
+)
+def test_a_process_that_hangs_ends_the_other(option, words):
+    """Stopped and not killed: its connections stay open."""
+    limits = {"--heartbeat-timeout": 1000, "--watchdog": 1000} | {option: 240}
+    flags = [part for pair in limits.items() for part in pair]
+    reading, stopping = start_two("decode.py", *RANDOM, "--raw", "--max-new-tokens", 4000, *flags, "Hello")
+    assert reading.stdout.read(1)
+    stopping.send_signal(signal.SIGSTOP)
+    try:
+        _, errors = reading.communicate(timeout=600)
+    finally:
+        stopping.kill()
+    assert reading.returncode != 0
+    assert words in errors
