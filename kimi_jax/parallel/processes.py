@@ -30,7 +30,7 @@ GRACE_SECONDS = 30
 
 @dataclasses.dataclass(frozen=True)
 class ProcessOptions:
-    """Several processes, one a node or one a GPU. SLURM, Open MPI and indexed Kubernetes Jobs need none of these."""
+    """Several processes, one a node or one a GPU. SLURM needs none of these; docs/clusters.md says what others need."""
 
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
     """Where process 0 listens for the others."""
