@@ -15,7 +15,14 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from kimi_jax.checkpoint.safetensors import DTYPE_BYTES, NUMPY_DTYPES, CheckpointError, Tensor, describe
+from kimi_jax.checkpoint.safetensors import (
+    DTYPE_BYTES,
+    NUMPY_DTYPES,
+    CheckpointError,
+    Tensor,
+    collector_paused,
+    describe,
+)
 from kimi_jax.parallel.placement import EMPTY, SlotExperts, slots_of_layer
 from kimi_jax.parameters import Declaration, Rules, declarations
 from kimi_jax.quantization import CODES_PER_WORD
@@ -174,6 +181,7 @@ class Plan:
         return max((array.nbytes for array in self.local(process)), default=0)
 
 
+@collector_paused()
 def plan(
     checkpoint: Mapping[str, Tensor],
     module: nnx.Module,
