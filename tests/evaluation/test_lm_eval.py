@@ -114,29 +114,34 @@ def test_answers_are_cached(model, tmp_path, monkeypatch):
 
 
 def run(output, *arguments):
-    """The command of docs/checkpoints.md: scores by task, and what was answered."""
+    """The command of docs/checkpoints.md."""
     subprocess.run(
         [sys.executable, "-m", "kimi_jax.evaluation.lm_eval", "--model", "kimi_jax", "--include_path",
          "docs/data/lm_eval", "--tasks", "kimi_answers,kimi_choices,kimi_stories", "--apply_chat_template",
          "--output_path", str(output), "--log_samples", *arguments],
         cwd=ROOT, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(output / "hf")},
     )  # fmt: skip
+    return written(output)
+
+
+def written(output):
+    """Scores by task, and the texts of kimi_answers."""
     (results,) = output.rglob("results_*.json")
-    scores = json.loads(results.read_text())["results"]
-    samples = [line for path in sorted(output.rglob("samples_*")) for line in path.read_text().splitlines()]
-    answers = [json.loads(line)["resps"] for line in samples]
-    return {task: {name: value for name, value in found.items() if "stderr" not in name and name.endswith(",none")}
-            for task, found in scores.items()}, answers  # fmt: skip
+    (samples,) = output.rglob("samples_kimi_answers_*.jsonl")
+    scores = {
+        task: {name.removesuffix(",none"): value for name, value in found.items() if name.endswith(",none")}
+        for task, found in json.loads(results.read_text())["results"].items()
+    }
+    return scores, [json.loads(line)["resps"][0][0] for line in samples.read_text().splitlines()]
 
 
 def test_the_command_scores_the_same_with_and_without_speculation(tmp_path):
     plain, answers = run(tmp_path / "plain", "--model_args", "speculation=none", "--batch_size", "4")
     tree, drafted = run(tmp_path / "tree", "--model_args", "speculation=ddtree,budget=16", "--batch_size", "auto")
-    assert plain["kimi_answers"] == tree["kimi_answers"] == {"exact_match,none": 10 / 12}
-    assert plain["kimi_choices"] == tree["kimi_choices"] == {"acc,none": 1.0}
-    assert plain["kimi_stories"].keys() == {"word_perplexity,none", "bits_per_byte,none"}
-    for name, value in plain["kimi_stories"].items():
-        assert tree["kimi_stories"][name] == pytest.approx(value, rel=1e-5)
-    texts = [[resps for resps in each if isinstance(resps[0], str)] for each in (answers, drafted)]
-    assert texts[0] == texts[1]
-    assert len(texts[0]) == 12
+    assert len(answers) == 12
+    assert drafted == answers
+    for scores in (plain, tree):
+        assert scores["kimi_answers"]["exact_match"] == 10 / 12
+        assert scores["kimi_choices"]["acc"] == 1.0
+    for name in ("word_perplexity", "bits_per_byte"):
+        assert tree["kimi_stories"][name] == pytest.approx(plain["kimi_stories"][name], rel=1e-5)
