@@ -124,15 +124,30 @@ class ConvertOptions:
     """Reading threads."""
 
 
-def run_to_orbax(options: ConvertOptions) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToOrbaxOptions(ConvertOptions):
+    """Options of `to-orbax`."""
+
+    placement: Path | None = None
+    """JSON file that says which experts lie where, as decode.py --save-placement writes; it is kept with the weights
+    and holds wherever as many ranks can share its slots. By default every expert once, in order."""
+
+
+def run_to_orbax(options: ToOrbaxOptions) -> None:
     """Write an HF checkpoint as a sharded one, a layer in memory at a time; needs no GPU."""
     with _conversion(options) as (source, config, progress):
         from kimi_jax.checkpoint.convert import to_orbax
         from kimi_jax.model.transformer import CausalLM
+        from kimi_jax.parallel.eplb import load_placements
 
+        experts, layers = config.n_routed_experts, config.num_moe_layers
+        placements = None
+        if options.placement is not None:
+            placements = load_placements(options.placement, layers=layers, num_experts=experts, ranks=1)
+        model = CausalLM(config, placements)
         to_orbax(
-            source, options.output, CausalLM(config), config.key_prefix,
-            num_experts=config.n_routed_experts, dtype="bfloat16", progress=progress, workers=options.workers,
+            source, options.output, model, config.key_prefix, num_experts=experts, dtype="bfloat16",
+            slot_experts=model.slot_experts, progress=progress, workers=options.workers,
         )  # fmt: skip
 
 
