@@ -213,7 +213,9 @@ def _initialize(
                 shutdown_timeout_seconds=GRACE_SECONDS,
             )
         except (ValueError, RuntimeError) as error:
-            raise ValueError(f"jax could not join the processes ({error}): give --coordinator HOST:PORT") from error
+            raise ValueError(
+                f"jax could not join the processes ({error}): give --coordinator HOST:PORT, a port that is free there"
+            ) from error
 
 
 def _wait_for(coordinator: str, seconds: float) -> None:

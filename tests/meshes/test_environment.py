@@ -51,6 +51,25 @@ def test_the_installed_jaxlib_takes_every_flag():
         assert (result.returncode == 0) == accepted, result.stderr
 
 
+@pytest.mark.slow
+def test_the_cuda_plugin_compiles_with_them():
+    """The plugin has its own copy of XLA; the target need not be there."""
+    code = """
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from meshes import build_mesh, preset, topology_devices
+machine = preset("nvl72")
+mesh = build_mesh(machine, topology_devices(machine, "gb300"))
+total = jax.shard_map(lambda x: jax.lax.psum(x @ x.T, "tp"), mesh=mesh, in_specs=P(None, "tp"), out_specs=P())
+x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "tp")))
+print(jax.jit(total).lower(x).compile().as_text())
+"""
+    flags = " ".join(str(setting) for setting in settings(preset("nvl72")) if setting.is_xla_flag)
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert "all-reduce" in result.stdout, result.stderr
+
+
 def test_exports_set_what_a_shell_reads():
     lines = exports(preset("nvl72"))
     script = "\n".join([*lines, 'printf "%s|%s" "$XLA_FLAGS" "$NCCL_MNNVL_ENABLE"'])
