@@ -1,3 +1,8 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,3 +87,20 @@ def test_it_never_holds_rows_times_context():
 def test_counts_with_a_mask_are_refused():
     with pytest.raises(ValueError, match="row_counts belongs to a causal chunk"):
         prefill_attention(*expanded(SHAPE), scale=SCALE, row_counts=jnp.asarray([1, 2, 3]))
+
+
+@pytest.mark.slow
+def test_128k_tokens_of_context_take_no_more_temporaries_than_8k():
+    """The model's prefill program, two layers at full size, compiled for an absent rack; one request a group."""
+    script = Path(__file__).parents[3] / "scripts" / "profile.py"
+    options = {"mesh": "nvl72", "gpu": "gb300", "program": "prefill", "layers": 2, "batch": 9, "budget": 0}
+    memory = []
+    for context in (8192, 131072):
+        arguments = [f"--{name}={value}" for name, value in (options | {"context": context}).items()]
+        command = [sys.executable, str(script), *arguments, "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        memory.append(json.loads(done.stdout)["memory"])
+    small, large = memory
+    # The cache itself is what grows: 1,152 bytes a token and layer, with room for one more token, in multiples of 64.
+    assert large["cache"] - small["cache"] == 2 * 1152 * (131072 - 8192)
+    assert large["temporaries"] <= small["temporaries"] < 1.5e9
