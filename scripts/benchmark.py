@@ -33,7 +33,7 @@ from kimi_jax.prompts import Prompt, encode, read_prompts
 from meshes.devices import use_cpu_if_no_gpu
 
 PROMPTS = (
-    "Add 478 and 356.",
+    "Add 612 and 259.",
     'Reverse "garden".',
     "Write the date 2024-03-17 in words.",
     "Write as JSON: name=kxq, age=31, city=abcd.",

@@ -1,7 +1,7 @@
 """Decode prompts with a Kimi K2.6 checkpoint: text streams as it is generated, one line sums up the run.
 
 Examples:
-  uv run scripts/decode.py --instant "Add 478 and 356."
+  uv run scripts/decode.py --instant "Add 612 and 259."
   uv run scripts/decode.py --mesh nvl72 "Tell a story about a fox named Mila, a forest and a coin."
   uv run scripts/decode.py --file prompts.jsonl --temperature 0.6 --top-p 0.95 --json
 """
@@ -193,20 +193,14 @@ def explain_layout(options: Options, drafter: Path | None) -> None:
     """Prints the layout from the configurations alone."""
     use_cpu_if_no_gpu()
     from kimi_jax.config import ModelConfig
-    from kimi_jax.decoding.engine import model_for
+    from kimi_jax.decoding.engine import model_for, placements_of
     from kimi_jax.drafter.config import DrafterConfig
     from kimi_jax.drafter.dflash import DFlash
-    from kimi_jax.parallel.eplb import load_placements
     from kimi_jax.parallel.explain import explain
 
     machine = options.preset()
     config = ModelConfig.from_json(options.checkpoint)
-    placements = None
-    if options.placement is not None:
-        placements = load_placements(
-            options.placement, layers=config.num_moe_layers, num_experts=config.n_routed_experts,
-            ranks=machine.layout.expert_ranks,
-        )  # fmt: skip
+    placements = placements_of(options.checkpoint, config, machine.layout, options.placement)
     model = model_for(config, machine.layout, placements)
     module = DFlash(DrafterConfig.from_json(drafter), machine.layout.tp) if drafter else None
     tables = explain(
