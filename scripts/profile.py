@@ -53,8 +53,11 @@ class Options:
     """Ranks that split heads and widths; by default the preset's."""
     experts: Literal["slots", "width"] = "slots"
     """Whole experts on ep × tp, or each one's width on tp."""
-    split_cache: bool = False
-    """Split the latent cache over tp by position instead of copying it to every tp rank."""
+    exchange: Literal["auto", "allgather", "alltoall", "tensor", "ragged"] = "allgather"
+    """How rows reach experts on other ep ranks. Of alltoall, which auto may take, both the bounded buffers and the
+    exact path behind them are counted, though a step takes one."""
+    cache: Literal["copied", "split"] = "copied"
+    """Latent cache whole on every tp rank, or split over them by position."""
     batch: int | None = None
     """Requests in the whole machine; by default 64 with --gpu, else 4."""
     context: int | None = None
@@ -89,8 +92,8 @@ class Options:
         """The machine with the layout options applied."""
         name = self.mesh or ("nvl72" if self.gpu else "local")
         machine = preset(name).with_axes(dp=self.dp, ep=self.ep, tp=self.tp)
-        cache = "split" if self.split_cache else "copied"
-        return machine.with_layout(dataclasses.replace(machine.layout, experts=self.experts, cache=cache))
+        layout = dataclasses.replace(machine.layout, experts=self.experts, exchange=self.exchange, cache=self.cache)
+        return machine.with_layout(layout)
 
 
 def main(options: Options) -> None:
@@ -162,17 +165,17 @@ def run(options: Options, status: Console) -> "tuple[Report, Live]":
         "program": options.program != "round",
         "layers": options.layers is not None,
         "registers": options.registers,
-        "experts": options.experts != "slots",
-        "split-cache": options.split_cache,
     }
     for name, given in only_compiled.items():
         if given:
             raise ValueError(f"--{name} belongs to compiling for absent GPUs: add --gpu")
     machine = options.preset()
     bundled = options.checkpoint is None
+    layout = machine.layout
     engine_options = EngineOptions(
-        options.checkpoint or BUNDLED_CHECKPOINT, machine.name, machine.layout.dp, machine.layout.ep, machine.layout.tp
-    )
+        options.checkpoint or BUNDLED_CHECKPOINT, machine.name, layout.dp, layout.ep, layout.tp,
+        experts=layout.experts, exchange=options.exchange, cache=layout.cache,
+    )  # fmt: skip
     drafter = options.drafter or (BUNDLED_DRAFTER if bundled and options.budget else None)
     if drafter is None and options.budget:
         raise ValueError("a budget needs --drafter DIR, the folder of a drafter made for the checkpoint; or --budget 0")

@@ -218,9 +218,11 @@ def programs_of(case: Case, mesh: Mesh) -> Programs:
     if case.budget and case.drafter is not None:
         tp = case.preset.layout.tp
         speculation = DFlashSpeculation(DFlash(case.drafter, tp), "tree", case.budget, tp=tp)
+    layout = case.preset.layout
     return Programs(
-        model, mesh, rules(case.preset.layout), Sampling(), case.config.eos_token_ids, case.dtype, speculation
-    )
+        model, mesh, rules(layout), Sampling(), case.config.eos_token_ids, case.dtype, speculation,
+        exchange_may_overflow=layout.ep > 1 and layout.exchange in ("alltoall", "auto"),
+    )  # fmt: skip
 
 
 def compile_program(

@@ -6,13 +6,18 @@ import re
 import runpy
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 from kimi_jax.profiling import check, page
+from kimi_jax.profiling.assembler import Assembled, shared_memory, with_shared_memory
 from kimi_jax.profiling.hlo import Module
 from kimi_jax.profiling.messages import collectives
 from kimi_jax.profiling.report import make_report
 from kimi_jax.profiling.traffic import host_transfers, materialised
+from meshes import gpu
+from pallas_kernels import int4_moe
+from pallas_kernels.int4_moe.matmul import shared_memory_bytes
 
 GOLDEN = runpy.run_path(str(Path(__file__).with_name("golden.py")))
 
@@ -63,6 +68,31 @@ def test_kernels_serve_both_presets(compiled):
 @pytest.fixture(scope="module")
 def report(compiled):
     return make_report(compiled)
+
+
+def test_shared_memory_is_what_the_kernels_were_planned_with(compiled):
+    case, card = compiled.case, gpu(compiled.case.gpu)
+    shape = int4_moe.Shape(
+        rows=case.device_requests * case.rows * case.preset.layout.ep,
+        top_k=case.config.num_experts_per_tok,
+        slots=case.expert_slots // case.preset.layout.expert_ranks,
+        hidden=case.config.hidden_size,
+        width=case.config.moe_intermediate_size,
+        num_experts=case.config.n_routed_experts,
+    )
+    target = int4_moe.Target(card.device_kind, "{}.{}".format(*card.compute_capability), card.core_count)
+    plan = int4_moe.plan(shape, jnp.dtype(jnp.bfloat16), target)
+    assert plan.gate_up is not None
+    assert plan.down is not None
+    found = shared_memory(compiled.text)
+    barriers = 4096  # Mosaic puts barriers and alignment behind the buffers
+    for name, buffers in (
+        ("int4_gate_up_mosaic_gpu", shared_memory_bytes(plan.gate_up, "gate_up")),
+        ("int4_down_mosaic_gpu", shared_memory_bytes(plan.down, "down")),
+    ):
+        assert buffers <= found[name] <= buffers + barriers
+    assembled = Assembled("int4_down_mosaic_gpu_kernel", 128, 0, 0, 0)
+    assert with_shared_memory((assembled,), compiled.text)[0].shared_bytes == found["int4_down_mosaic_gpu"]
 
 
 def test_golden_figures(compiled):
