@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from kimi_jax.checkpoint import huggingface
-from kimi_jax.checkpoint.safetensors import INDEX_NAME, CheckpointError
+from kimi_jax.checkpoint.plan import SKIPPED_FAMILIES
+from kimi_jax.checkpoint.safetensors import INDEX_NAME, CheckpointError, open_checkpoint
 from kimi_jax.parallel.placement import EMPTY
 
 LAYER = "language_model.model.layers.1."
@@ -268,7 +269,7 @@ def test_slots_must_hold_every_expert(tiny, slots, words):
 
 
 def test_every_mutation_is_refused_by_name_or_reads_what_the_file_says(tiny):
-    """Random damage to headers and index: refused, naming a file, or every array is the safetensors package's."""
+    """Random damage to headers and index, and cuts: refused, naming a file, or every array is the original's."""
     rng = np.random.default_rng(5)
     original = {file: file.read_bytes() for file in tiny.directory.iterdir()}
     reference = tiny.load()
@@ -280,6 +281,8 @@ def test_every_mutation_is_refused_by_name_or_reads_what_the_file_says(tiny):
         head = len(content) if file.suffix == ".json" else 8 + struct.unpack("<Q", content[:8])[0]
         for at in rng.integers(0, head, rng.integers(1, 4)):
             content[at] = rng.integers(256)
+        if not rng.integers(5):
+            del content[rng.integers(len(content)) :]
         file.write_bytes(content)
         loaded, error = outcome(tiny)
         refused += bool(error)
@@ -289,6 +292,35 @@ def test_every_mutation_is_refused_by_name_or_reads_what_the_file_says(tiny):
             assert same(loaded, reference)
         file.write_bytes(original[file])
     assert refused > 100
+
+
+def test_a_flipped_bit_of_a_tensor_changes_its_array_alone_or_is_refused_by_name(tiny):
+    """The format has no checksums (sharded checkpoints do): only NaN, infinity and a wrong weight_shape are found."""
+    rng = np.random.default_rng(6)
+    reference = jax.tree.leaves(tiny.load())
+    tensors = list(open_checkpoint(tiny.directory).values())
+    refused = changed = 0
+    for _ in range(40):
+        tensor = tensors[rng.integers(len(tensors))]
+        at = tensor.start + int(rng.integers(tensor.nbytes))
+        original = tensor.file.read_bytes()
+        content = bytearray(original)
+        content[at] ^= 1 << int(rng.integers(8))
+        tensor.file.write_bytes(content)
+        loaded, error = outcome(tiny)
+        if error:
+            refused += 1
+            assert tensor.file.name in error
+            assert tensor.name in error
+        else:
+            leaves = jax.tree.leaves(loaded)
+            pairs = zip(reference, leaves, strict=True)
+            differ = [a for a, b in pairs if np.asarray(a).tobytes() != np.asarray(b).tobytes()]
+            changed += len(differ)
+            assert len(differ) == (not tensor.name.startswith(SKIPPED_FAMILIES))
+        tensor.file.write_bytes(original)
+    assert refused
+    assert changed
 
 
 def outcome(checkpoint):

@@ -22,42 +22,37 @@ def test_wilson_intervals(hits, trials, low, high):
 
 
 @pytest.fixture(scope="module")
-def bundled(engines):
-    return engines("local", checkpoint=BUNDLED_CHECKPOINT, drafter=BUNDLED_DRAFTER)
+def engine(engines):
+    """The random model: it answers nothing, so the references are made from what it says."""
+    return engines("local")
 
 
-@pytest.fixture(scope="module")
-def examples():
-    """Five prompts that the model answers, one of them with another answer for its reference."""
-    good = held_out("reverse", 5)
-    return [*good[:2], dataclasses.replace(good[2], answer=good[2].answer + "x"), *good[3:]]
-
-
-@pytest.fixture(scope="module")
-def scores(bundled, examples):
+def score_of(engine, examples, drafts):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tasks, "held_out", lambda family, count: examples)
-        return [s["reverse"] for s in score(bundled, 5, [PLAIN, Draft("ddtree", 16)], ["reverse"], batch=4)]
+        return [s["reverse"] for s in score(engine, len(examples), drafts, ["reverse"], batch=4)]
 
 
-def test_exact_answers_are_those_equal_to_the_references(bundled, scores, examples):
-    plain, _ = scores
-    texts = [answer_text(bundled, ids) for ids in plain.answers]
-    assert [a == e.answer for a, e in zip(texts, examples, strict=True)] == [True, True, False, True, True]
-    assert (plain.exact, plain.prompts) == (4, 5)
+def test_exact_answers_are_those_equal_to_the_references(engine):
+    asked = held_out("reverse", 5)
+    (wrong,) = score_of(engine, asked, [PLAIN])
+    assert wrong.exact == 0
+    says = [answer_text(engine, ids) for ids in wrong.answers]
+    changed = [dataclasses.replace(e, answer=text) for e, text in zip(asked, says, strict=True)]
+    (right,) = score_of(engine, [*changed[:2], asked[2], *changed[3:]], [PLAIN])
+    assert (right.exact, right.prompts) == (4, 5)
+    assert right.answers == wrong.answers
+    assert right.tokens == sum(map(len, right.answers))  # of five, not of those that fill the second batch
+    assert right.rounds_by_length == (0, right.tokens - 5)  # prefill draws the first token
 
 
-def test_speculation_changes_no_answer_and_saves_rounds(scores):
-    plain, tree = scores
+@pytest.mark.slow
+def test_speculation_changes_no_answer_of_the_bundled_model_and_saves_rounds(engines):
+    bundled = engines("local", checkpoint=BUNDLED_CHECKPOINT, drafter=BUNDLED_DRAFTER)
+    plain, tree = score_of(bundled, held_out("reverse", 5), [PLAIN, Draft("ddtree", 16)])
+    assert plain.exact == tree.exact == 5
     assert tree.answers == plain.answers
-    assert tree.exact == plain.exact
     assert sum(tree.rounds_by_length) < sum(plain.rounds_by_length) / 2
-
-
-def test_tokens_are_counted_without_the_prompts_that_fill_a_batch(scores):
-    for way in scores:
-        assert way.tokens == sum(map(len, way.answers))
-    assert scores[0].rounds_by_length == (0, scores[0].tokens - 5)  # prefill draws the first token
 
 
 def test_families_add_up():
@@ -75,6 +70,6 @@ def test_families_add_up():
         ({"prompts": 0}, "both must be positive"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(bundled, options, message):
+def test_what_cannot_be_scored_is_refused(engine, options, message):
     with pytest.raises(ValueError, match=message):
-        score(bundled, **options)
+        score(engine, **options)
