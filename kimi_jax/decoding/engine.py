@@ -225,7 +225,14 @@ def model_for(config: ModelConfig, layout: Layout, placements: Sequence[Placemen
     return CausalLM(config, placement, exchange)
 
 
-def _placements(checkpoint: Path, config: ModelConfig, layout: Layout, file: Path | None) -> Sequence[Placement] | None:
+def placements_of(
+    checkpoint: Path, config: ModelConfig, layout: Layout, file: Path | None = None
+) -> Sequence[Placement] | None:
+    """A file's placements, or a sharded checkpoint's where the ranks share its slots evenly; None for neither.
+
+    Raises:
+      ValueError: the file is none, or made for another model or layout.
+    """
     experts, ranks = config.n_routed_experts, layout.expert_ranks
     if file is not None:
         return load_placements(file, layers=config.num_moe_layers, num_experts=experts, ranks=ranks)
@@ -258,7 +265,7 @@ def open_checkpoint(
       ConfigError, LayoutError, TokenizerError, CheckpointError: naming the file and field that does not fit.
     """
     config = ModelConfig.from_json(checkpoint)
-    model = model_for(config, layout, _placements(checkpoint, config, layout, placement))
+    model = model_for(config, layout, placements_of(checkpoint, config, layout, placement))
     tokenizer = Tokenizer.from_directory(checkpoint, vocab_size=config.vocab_size)
     places = rules(layout)
     parameters: Parameters = {}
