@@ -93,7 +93,7 @@ class Report:
         several = f"{self.prompts} prompts, " if self.prompts > 1 else ""
         counts = self._exchanges()
         overflows = ""
-        if counts.get("exchanges"):
+        if counts.get("overflows"):
             overflows = f", {counts['overflows']} of {counts['exchanges']} exchanges through buffers overflowed"
         accepted = f" of {self.acceptance_length:.2f} tokens" if len(self.histogram) > 2 else ""
         return (
