@@ -13,14 +13,20 @@ PROGRAM, REPORT = "program.hlo.txt", "report.json"
 
 _KINDS = (
     ("before_optimizations.txt", "HLO as jax lowered it, before any of XLA's passes"),
+    ("after_spmd_partitioner.txt", "HLO of one device, after the partitioner"),
+    ("before_config_assignment.txt", "HLO before XLA configures its kernels"),
     ("after_optimizations.txt", "scheduled, optimised HLO: what runs, in order"),
     ("after_optimizations-buffer-assignment.txt", "where every value lies in memory, and what shares a place"),
+    ("buffer-assignment-values.txt", "the values behind the buffer assignment, and where each is used"),
     ("memory-usage-report.txt", "the largest buffers, and those alive at the peak"),
     ("after_optimizations-live-range.txt", "when each buffer is alive, at the peak above all"),
-    ("thunk_sequence.txt", "the launches, in order"),
+    ("thunk_sequence", "the launches, in order"),
+    ("thunk_metadata.txt", "which instruction each launch is"),
+    ("config.pbtxt", "XLA's configuration of this module"),
     ("debug_options", "XLA's options of this compile"),
     ("gpu_target_config.pbtxt", "the GPU that was compiled for"),
     ("execution_options.txt", "devices and partitions of this compile"),
+    ("obj-file.", "machine code of one fusion, on the CPU"),
     ("autotune_results.pbtxt", "tile sizes that XLA chose for its own kernels"),
 )
 

@@ -187,6 +187,8 @@ def make_report(compiled: Compiled) -> Report:
     moved: Counter[str] = Counter(traffic.intermediates(module))
     for (array, part), num_bytes in traffic.reads(module).items():
         kind = weight_part(array) if array in names else array.removeprefix("state.").split(".")[0]
+        if part == "other" and kind in PARTS:  # XLA leaves the scope of what it merges from two operations
+            part = kind
         read[part, "weights" if array in names and kind != "embedding" else kind] += num_bytes
         if kind != "experts":
             moved[part] += num_bytes
@@ -234,7 +236,7 @@ def make_report(compiled: Compiled) -> Report:
 
 
 def _with_part(found: traffic.Materialised, weights: set[str]) -> traffic.Materialised:
-    """XLA leaves the scope of what it merges from two operations: a weight's own part then."""
+    """A weight's own part for what has no scope left."""
     if found.part == "other" and found.array in weights:
         return dataclasses.replace(found, part=weight_part(found.array))
     return found
