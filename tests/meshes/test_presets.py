@@ -122,6 +122,12 @@ def test_the_nearest_layouts_are_named(layout, near):
         check_layout(Layout(int(dp), int(ep), int(tp)), **K26)
 
 
+@pytest.mark.parametrize(("field", "choices"), [("experts", "'slots' or 'width'"), ("cache", "'copied' or 'split'")])
+def test_unknown_choices_are_refused(field, choices):
+    with pytest.raises(LayoutError, match=f"{field} is 'half': choose {choices}"):
+        Layout(**{field: "half"})
+
+
 def test_dimensions_that_are_padded_never_refuse_a_layout():
     layout = Layout(ep=9, tp=8)
     experts = model_dimensions(layout, **K26, num_experts=384)[-1]
