@@ -195,7 +195,7 @@ def print_tasks(
 
     every = {**plain, "all": together(plain)}
     drafted = {budget: {**scores, "all": together(scores)} for budget, scores in trees.items()}
-    table = Table(title=f"greedy, batches of {batch}; {opened.where}")
+    table = Table(title=f"greedy, batches of {batch}, tokens/s without prefill; {opened.where}")
     table.add_column("family")
     names = ["exact match", "95 % interval", "tokens/s"]
     for budget in trees:
@@ -204,14 +204,20 @@ def print_tasks(
         table.add_column(name, justify="right")
     for family, score in every.items():
         low, high = wilson(score.exact, score.prompts)
-        cells = [f"{score.exact_match:.1%}", f"{low:.1%} to {high:.1%}", f"{score.tokens_per_second:.1f}"]
+        cells = [f"{score.exact_match:.1%}", f"{low:.1%} to {high:.1%}", rate(score.tokens_per_second)]
         for scores in drafted.values():
             other = scores[family]
             same = sum(a == b for a, b in zip(score.answers, other.answers, strict=True))
             cells += [f"{other.exact_match:.1%}", f"{same}/{other.prompts}", f"{other.acceptance:.2f}"]
-            cells += [f"{other.tokens_per_second:.1f}", f"{other.tokens_per_second / score.tokens_per_second:.2f}×"]
+            before, after = score.tokens_per_second, other.tokens_per_second
+            cells += [rate(after), f"{after / before:.2f}×" if before and after else ""]
         table.add_row(family, *cells, end_section=family == list(plain)[-1])
     table_console().print(table)
+
+
+def rate(tokens_per_second: float | None) -> str:
+    """Where it could be measured."""
+    return "" if tokens_per_second is None else f"{tokens_per_second:.1f}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

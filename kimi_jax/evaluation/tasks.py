@@ -44,6 +44,11 @@ class FamilyScore:
     """Rounds that gave 0, 1, 2, … tokens."""
     seconds: float = 0.0
     """What they took, prefill included and compilation not."""
+    steps: int = 0
+    """Rounds that batches ran, one round counting once for all of a batch's prompts."""
+    later_steps: int = 0
+    """Those after each batch's first dispatch, which holds the prefill and one round."""
+    later_seconds: float = 0.0
     answers: tuple[tuple[int, ...], ...] = ()
     """Token ids of each answer."""
 
@@ -55,6 +60,9 @@ class FamilyScore:
             self.tokens + other.tokens,
             tuple(a + b for a, b in pairs),
             self.seconds + other.seconds,
+            self.steps + other.steps,
+            self.later_steps + other.later_steps,
+            self.later_seconds + other.later_seconds,
             self.answers + other.answers,
         )
 
@@ -70,9 +78,14 @@ class FamilyScore:
         return float(np.dot(self.rounds_by_length, lengths) / sum(self.rounds_by_length))
 
     @property
-    def tokens_per_second(self) -> float:
-        """Over a whole batch."""
-        return self.tokens / self.seconds
+    def tokens_per_second(self) -> float | None:
+        """Decoding of whole batches without their prefill; None where no batch ran a second round.
+
+        First rounds cannot be timed apart from the prefill; they count as long as later ones.
+        """
+        if not self.later_steps:
+            return None
+        return self.tokens / (self.later_seconds / self.later_steps * self.steps)
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`; the interval is 95 %, times are seconds."""
@@ -152,6 +165,9 @@ def _decode(engine: Engine, examples: Sequence[Example], batch: int, draft: Draf
         tokens=sum(map(len, texts)),
         rounds_by_length=tuple(report.snapshot.accepted[: len(examples)].sum(0).tolist()),
         seconds=report.seconds,
+        steps=report.rounds,
+        later_steps=report.rounds - 1,
+        later_seconds=report.seconds - report.first_token_seconds,
         answers=tuple(map(tuple, texts)),
     )
 
