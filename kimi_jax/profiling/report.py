@@ -183,11 +183,13 @@ def make_report(compiled: Compiled) -> Report:
     card = gpu(case.gpu)
     needed, held = needs(case, compiled.weights), weight_bytes(compiled.weights)
     names = {array.name for array in compiled.weights}
+    vectors = {array.name for array in compiled.weights if len(array.shape) == 1}
     read: Counter[tuple[str, str]] = Counter()
     moved: Counter[str] = Counter(traffic.intermediates(module))
     for (array, part), num_bytes in traffic.reads(module).items():
         kind = weight_part(array) if array in names else array.removeprefix("state.").split(".")[0]
-        if part == "other" and kind in PARTS:  # XLA leaves the scope of what it merges from two operations
+        # XLA leaves the scope of what it merges from two operations, and reads norms in the products behind them.
+        if kind in PARTS and (part == "other" or array in vectors):
             part = kind
         read[part, "weights" if array in names and kind != "embedding" else kind] += num_bytes
         if kind != "experts":

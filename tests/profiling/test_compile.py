@@ -147,7 +147,8 @@ def test_what_does_not_fit_says_by_how_much(report):
     assert report.verdict.startswith("Fits with")
     held = report.holdings
     weights = sum(held.weights.values())
-    tight = dataclasses.replace(report, holdings=dataclasses.replace(held, card=held.total - 2e9))
+    more = int(held.temporaries + held.free + 2e9)
+    tight = dataclasses.replace(report, holdings=dataclasses.replace(held, temporaries=more))
     assert tight.verdict.startswith("Does not fit: 2.0 GB too much; at most")
     hopeless = dataclasses.replace(report, holdings=dataclasses.replace(held, card=weights + held.reserve - 1e9))
     assert "the weights with the reserve alone are 1.0 GB over the card" in hopeless.verdict
