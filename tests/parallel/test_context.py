@@ -46,7 +46,10 @@ def placed(engine: Engine, rows: Rows) -> Rows:
     return jax.tree.map(lambda x: jax.device_put(np.resize(np.asarray(x), (requests, *x.shape[1:])), sharding), rows)
 
 
-@pytest.mark.parametrize("expanded", [False, True], ids=["absorbed", "expanded"])
+@pytest.mark.parametrize(
+    "expanded",
+    [pytest.param(True, id="expanded"), pytest.param(False, id="absorbed", marks=pytest.mark.slow)],  # the text's form
+)
 @pytest.mark.parametrize("mesh", [HGX, *OTHERS])
 def test_logits_in_chunks(mesh, expanded, engines, reference):
     """Two chunks, of 5 and the rest: no part is as long as another, and some ranks start empty."""
@@ -87,10 +90,13 @@ def texts(engine, prompts, limits, draft=PLAIN):
           for mesh in OTHERS),
     ],
 )  # fmt: skip
-def test_greedy_text_is_that_of_a_copied_cache(mesh, draft, engines, reference):
-    ids = reference["input_ids"].tolist()
-    prompts, limits = [ids[0], ids[1][:9], ids[2][:1]], Limits(max_new_tokens=16, prefill_chunk=7)
-    assert texts(engines(mesh), prompts, limits, draft) == texts(engines(), prompts, limits)
+def test_greedy_text_is_the_references(mesh, draft, engines, reference):
+    """Prompts of several lengths: the reference's first 8 tokens, and some of what it goes on with."""
+    texts_of = reference["greedy_ids"].tolist()
+    lengths = [8 + 3 * index for index in range(len(texts_of))]
+    prompts = [ids[:length] for ids, length in zip(texts_of, lengths, strict=True)]
+    expected = [ids[length : length + 12] for ids, length in zip(texts_of, lengths, strict=True)]
+    assert texts(engines(mesh), prompts, Limits(max_new_tokens=12, prefill_chunk=7), draft) == expected
 
 
 def test_positions_lie_on_the_ranks_in_turn():
