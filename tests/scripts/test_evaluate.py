@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from kimi_jax.evaluation.perplexity import perplexity, read_documents, together
+
 ROOT = Path(__file__).parents[2]
 CHECKPOINT = ROOT / "tests" / "data" / "tiny_random"
 
@@ -41,3 +43,26 @@ def test_bad_ids_are_named(content, message, tmp_path):
     result = evaluate("logits", "--input-ids", tmp_path / "ids.json", "--output", tmp_path / "logits.npz", expect=1)
     assert message in result.stderr
     assert not (tmp_path / "logits.npz").exists()
+
+
+def test_perplexity_of_files(engines, tmp_path):
+    texts = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    texts[0].write_text("Once there was a fox named Mila, who lived near a forest. " * 3)
+    texts[1].write_text("One day the fox found a coin.")
+    command = ["perplexity", "--checkpoint", CHECKPOINT, "--mesh", "hgx-ib-16", "--window", "32", "--bos", "--json"]
+    command += ["--journal", tmp_path / "journal", *texts]
+    shown = json.loads(evaluate(*command).stdout)
+
+    engine = engines("local")
+    documents = read_documents(engine, texts, bos=True)
+    expected = perplexity(engine, documents, window=32, stride=16, batch=8)
+    assert [text["nats"] for text in shown["texts"]] == pytest.approx([e.nats for e in expected], rel=1e-4)
+    assert [text["tokens"] for text in shown["texts"]] == [e.tokens for e in expected]
+    assert shown["all"]["perplexity"] == pytest.approx(together(expected).perplexity, rel=1e-4)
+
+    windows = [json.loads(line)["nats"] for line in (tmp_path / "journal").read_text().splitlines()[1:]]
+    assert sum(windows) == pytest.approx(shown["all"]["nats"])
+
+
+def test_two_that_are_the_same_are_not_compared():
+    assert "the two are the same" in evaluate("compare", "--other-mesh", "local", expect=1).stderr
