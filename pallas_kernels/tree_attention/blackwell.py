@@ -11,7 +11,6 @@ docs/kernels_tree_attention.md has the budget and the ordering argument of each 
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -68,9 +67,9 @@ def attend(
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[BFloat16[Array, "requests padded rank"], Float32[Array, "requests padded"]]:
     """Run the kernel and join cut requests: outputs and natural log-sum-exp, padded to whole query tiles."""
-    requests, _, rank = q_latent.shape
+    rank = q_latent.shape[-1]
     rope = q_rope.shape[-1]
-    words, padded = mask.shape[1:]
+    words = mask.shape[1]
     half, splits = rank // 2, config.splits
     row_tiles = (words - 1) * schedule.WORD // BLOCK
     scale2 = registers.base2(scale)
@@ -247,10 +246,14 @@ def attend(
     def barrier(count=1):
         return plgpu.Barrier(num_barriers=count, orders_tensor_core=True)
 
-    out, lse = schedule.results(requests, padded, rank)
-    parts = plgpu.kernel(
+    operands = (q_latent, q_rope, cache_latent, cache_rope, row_latent, row_rope, lengths, mask)
+    return schedule.run(
         body,
-        out_type=schedule.partials(splits, padded, rank),
+        operands,
+        tables,
+        config=config,
+        interpret=interpret,
+        kernel_name="tree_attention_blackwell",
         scratch_types=[
             registers.swizzled(128, TILE_ROWS, rank),
             registers.swizzled(128, TILE_ROWS, rope),
@@ -270,27 +273,5 @@ def attend(
             barrier(),
             barrier(),
         ],
-        grid=(splits, padded // TILE_ROWS),
-        grid_names=("piece", "tile"),
-        num_threads=2,
-        thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
-        interpret=interpret,
-        kernel_name="tree_attention_blackwell",
-    )(
-        q_latent,
-        q_rope,
-        cache_latent,
-        cache_rope,
-        row_latent,
-        row_rope,
-        lengths,
-        mask,
-        tables.pieces,
-        tables.requests,
-        out,
-        lse,
     )
-    if splits > 1:
-        schedule.join(parts, tables, out, lse, interpret=interpret)
-    return jax.freeze(out), jax.freeze(lse)

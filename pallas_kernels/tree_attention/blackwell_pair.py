@@ -15,7 +15,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -71,9 +70,9 @@ def attend(
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[BFloat16[Array, "requests padded rank"], Float32[Array, "requests padded"]]:
     """Run the kernel and join cut requests: outputs and natural log-sum-exp, padded to whole query tiles."""
-    requests, _, rank = q_latent.shape
+    rank = q_latent.shape[-1]
     rope = q_rope.shape[-1]
-    words, padded = mask.shape[1:]
+    words = mask.shape[1]
     half, splits = rank // 2, config.splits
     row_tiles = (words - 1) * schedule.WORD // BLOCK
     scale2 = registers.base2(scale)
@@ -285,10 +284,14 @@ def attend(
     arrived = plgpu.Barrier(num_arrivals=2)  # two copies each
     computed = plgpu.Barrier(orders_tensor_core=True)
     both_blocks = plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=1, orders_tensor_core=True)
-    out, lse = schedule.results(requests, padded, rank)
-    parts = plgpu.kernel(
+    operands = (q_latent, q_rope, cache_latent, cache_rope, row_latent, row_rope, lengths, mask)
+    return schedule.run(
         body,
-        out_type=schedule.partials(splits, padded, rank),
+        operands,
+        tables,
+        config=config,
+        interpret=interpret,
+        kernel_name="tree_attention_blackwell_pair",
         scratch_types=[
             registers.swizzled(128, TILE_ROWS, rank),
             registers.swizzled(128, TILE_ROWS, rope),
@@ -310,30 +313,8 @@ def attend(
             both_blocks,  # p_ready
             computed,  # pv_done
         ],
-        grid=(splits, padded // config.row_multiple),
-        grid_names=("piece", "tile"),
-        cluster=(2,),
-        cluster_names=("block",),
-        num_threads=2,
-        thread_name="warpgroup",
         # Rows of scores lie over two warps: their reductions go through the default scratch of 2 KiB.
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
-        kernel_name="tree_attention_blackwell_pair",
-    )(
-        q_latent,
-        q_rope,
-        cache_latent,
-        cache_rope,
-        row_latent,
-        row_rope,
-        lengths,
-        mask,
-        tables.pieces,
-        tables.requests,
-        out,
-        lse,
+        cluster=(2,),
+        cluster_names=("block",),
     )
-    if splits > 1:
-        schedule.join(parts, tables, out, lse, interpret=interpret)
-    return jax.freeze(out), jax.freeze(lse)

@@ -11,7 +11,6 @@ docs/kernels_tree_attention.md has the budget and the ordering argument of each 
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -70,7 +69,7 @@ def attend(
     """Run the kernel and join cut requests: outputs and natural log-sum-exp, padded to whole query tiles."""
     requests, _, rank = q_latent.shape
     rope = q_rope.shape[-1]
-    words, padded = mask.shape[1:]
+    words = mask.shape[1]
     half, splits, cluster = rank // 2, config.splits, config.cluster
     row_tiles = (words - 1) * schedule.WORD // BLOCK
     scale2 = registers.base2(scale)
@@ -246,10 +245,14 @@ def attend(
     else:
         kv_free = plgpu.Barrier(num_barriers=STAGES)
         launch = {}
-    out, lse = schedule.results(requests, padded, rank)
-    parts = plgpu.kernel(
+    operands = (q_latent, q_rope, cache_latent, cache_rope, row_latent, row_rope, lengths, mask)
+    return schedule.run(
         body,
-        out_type=schedule.partials(splits, padded, rank),
+        operands,
+        tables,
+        config=config,
+        interpret=interpret,
+        kernel_name="tree_attention_hopper",
         scratch_types=[
             registers.swizzled(128, TILE_ROWS, rank),
             registers.swizzled(128, TILE_ROWS, rope),
@@ -263,29 +266,7 @@ def attend(
             plgpu.Barrier(),
             plgpu.Barrier(),
         ],
-        grid=(splits, padded // config.row_multiple),
-        grid_names=("piece", "tile"),
-        num_threads=2,
-        thread_name="warpgroup",
         # The default scratch for reductions would overflow shared memory by 56 bytes; these reductions need none.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
-        interpret=interpret,
-        kernel_name="tree_attention_hopper",
         **launch,
-    )(
-        q_latent,
-        q_rope,
-        cache_latent,
-        cache_rope,
-        row_latent,
-        row_rope,
-        lengths,
-        mask,
-        tables.pieces,
-        tables.requests,
-        out,
-        lse,
     )
-    if splits > 1:
-        schedule.join(parts, tables, out, lse, interpret=interpret)
-    return jax.freeze(out), jax.freeze(lse)

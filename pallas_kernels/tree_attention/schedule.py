@@ -168,6 +168,33 @@ def join(parts, tables: Schedule, out: jax.Ref, lse: jax.Ref, *, interpret=None)
     )(part, part_lse, tables.pieces, tables.joins, out, lse)
 
 
+def run(
+    body: Callable, operands: tuple[Array, ...], tables: Schedule, *, config, interpret=None, **kernel_options
+) -> tuple[Array, Array]:
+    """Launch an attention kernel over pieces and query tiles, two warpgroups a block, and join what was cut.
+
+    `operands` are the queries, the cache, the rows, the lengths and the mask, as `attend` takes them. The body gets
+    references to them, to the tables of pieces and requests, to the results and, where requests may be cut, to the
+    partial results, and then its scratch. Returns outputs and natural log-sum-exp, padded to whole query tiles.
+    """
+    requests, _, rank = operands[0].shape
+    padded = operands[-1].shape[-1]
+    out, lse = results(requests, padded, rank)
+    parts = plgpu.kernel(
+        body,
+        out_type=partials(config.splits, padded, rank),
+        grid=(config.splits, padded // config.row_multiple),
+        grid_names=("piece", "tile"),
+        num_threads=2,
+        thread_name="warpgroup",
+        interpret=interpret,
+        **kernel_options,
+    )(*operands, tables.pieces, tables.requests, out, lse)
+    if config.splits > 1:
+        join(parts, tables, out, lse, interpret=interpret)
+    return jax.freeze(out), jax.freeze(lse)
+
+
 def launch(
     attend: Callable,
     config,
