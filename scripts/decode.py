@@ -196,13 +196,18 @@ def explain_layout(options: Options, drafter: Path | None) -> None:
     from kimi_jax.decoding.engine import model_for, placements_of
     from kimi_jax.drafter.config import DrafterConfig
     from kimi_jax.drafter.dflash import DFlash
+    from kimi_jax.parallel import layout_rules
     from kimi_jax.parallel.explain import explain
 
     machine = options.preset()
     config = ModelConfig.from_json(options.checkpoint)
     placements = placements_of(options.checkpoint, config, machine.layout, options.placement)
     model = model_for(config, machine.layout, placements)
-    module = DFlash(DrafterConfig.from_json(drafter), machine.layout.tp) if drafter else None
+    module = None
+    if drafter is not None:
+        drafter_config = DrafterConfig.from_json(drafter)
+        layout_rules.check(config, machine.layout, drafter_config)
+        module = DFlash(drafter_config, machine.layout.tp)
     tables = explain(
         machine,
         model,

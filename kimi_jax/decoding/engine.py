@@ -22,6 +22,7 @@ from kimi_jax.decoding.rebalance import Rebalancer
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.decoding.speculation import DFlashSpeculation, NoSpeculation, Speculation
 from kimi_jax.decoding.timing import part_seconds
+from kimi_jax.drafter.config import DrafterConfig
 from kimi_jax.drafter.dflash import DFlash
 from kimi_jax.drafter.loader import load_drafter
 from kimi_jax.model.transformer import CausalLM
@@ -271,6 +272,7 @@ def open_checkpoint(
     parameters: Parameters = {}
     module = None
     if drafter is not None:  # first: it is small, and one that does not fit is refused before the long read
+        layout_rules.check(config, layout, DrafterConfig.from_json(drafter))
         module, parameters["drafter"] = load_drafter(drafter, config, mesh, places, dtype=dtype)
     slots = model.slot_experts
     if orbax.is_sharded(checkpoint):

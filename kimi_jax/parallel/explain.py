@@ -17,7 +17,7 @@ from rich.text import Text
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.parallel.exchange.all_to_all import used
-from kimi_jax.parallel.layout_rules import batch_dimensions, dimensions
+from kimi_jax.parallel.layout_rules import batch_dimensions, dimensions, drafter_dimensions
 from kimi_jax.parallel.messages import drafter_messages, forward_messages, head_messages, loop_messages
 from kimi_jax.parallel.placement import EMPTY, Placement
 from kimi_jax.parallel.sharding import rules
@@ -123,7 +123,7 @@ def explain(
     return Group(
         Text(f"{machine.name}: {layout}, {layout.num_devices} of {machine.topology.num_gpus} GPUs", style="bold"),
         _axes_table(machine, model.placement, device_requests),
-        _dimensions_table(layout, model.config, requests, context),
+        _dimensions_table(layout, model.config, drafter, requests, context),
         _bytes_table(machine, model, drafter, dtype, device_requests, context),
         _messages_table(machine, model, drafter, dtype, device_requests, rows, greedy),
     )
@@ -143,9 +143,12 @@ def _axes_table(machine: Preset, placement: Placement, device_requests: int) -> 
     return table
 
 
-def _dimensions_table(layout: Layout, config: ModelConfig, requests: int, context: int) -> Table:
+def _dimensions_table(
+    layout: Layout, config: ModelConfig, drafter: "DFlash | None", requests: int, context: int
+) -> Table:
     table = Table("dimension", "size", "over", "each", "padding", title="what the axes cut", title_justify="left")
-    for cut in (*dimensions(config, layout), *batch_dimensions(layout, requests, context)):
+    drafted = drafter_dimensions(drafter.config, layout) if drafter else []
+    for cut in (*dimensions(config, layout), *drafted, *batch_dimensions(layout, requests, context)):
         ranks, each = cut.ranks(layout), cut.each(layout)
         padding = f"{each * ranks - cut.size:,}" if cut.padded else "none: must divide"
         where = f"{' × '.join(cut.axes)}: {ranks} ways"
