@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from kimi_jax.config import ModelConfig
 from kimi_jax.decoding.engine import Engine
 from kimi_jax.decoding.programs import BATCH_AXES, CACHE_MULTIPLE
 from kimi_jax.decoding.sampling import Sampling, next_tokens
@@ -91,9 +92,9 @@ def force(
         return result
 
     tokens, wanted = padded(inputs), padded(targets or [])
-    step = _step(engine.model, engine.mesh, tuple(engine.rules.items()), read, tap_layers)
-    make_cache = functools.partial(empty_cache, engine.config, requests, capacity, engine.dtype, axis)
-    cache = jax.jit(make_cache, out_shardings=NamedSharding(engine.mesh, cache_spec(engine.rules)))()
+    places = tuple(engine.rules.items())
+    step = _step(engine.model, engine.mesh, places, read, tap_layers)
+    cache = _start(engine.config, engine.mesh, places, requests, capacity, np.dtype(engine.dtype))()
     ends = np.zeros(requests, np.int32)
     ends[: len(inputs)] = lengths
     for first in range(0, max(lengths), chunk):
@@ -110,6 +111,15 @@ def force(
             cache, values = step(engine.parameters["target"], cache, *placed)
         kept = jax.tree.map(lambda x: np.asarray(x)[: len(inputs)], values)
         yield Chunk(first, counts[: len(inputs)].tolist(), kept)
+
+
+@functools.cache
+def _start(
+    config: ModelConfig, mesh: Mesh, rules: tuple, requests: int, capacity: int, dtype: np.dtype
+) -> Callable[[], Cache]:
+    """Makes an empty cache."""
+    make = functools.partial(empty_cache, config, requests, capacity, dtype, cache_axis(dict(rules)))
+    return jax.jit(make, out_shardings=NamedSharding(mesh, cache_spec(dict(rules))))
 
 
 @functools.cache

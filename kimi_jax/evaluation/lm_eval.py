@@ -49,13 +49,14 @@ class KimiJax(TemplateLM):
         max_gen_toks: int = 256,
         batch_size: int | str = "auto",
         seed: int = 0,
+        workers: int = 8,
         max_batch_size: int | None = None,
         device: str | None = None,
     ):
         """Loads the checkpoint.
 
         Args:
-          checkpoint, mesh, dp, ep, tp, dtype: as for decode.py.
+          checkpoint, mesh, dp, ep, tp, dtype, workers: as for decode.py.
           drafter: folder of a DFlash drafter; the bundled checkpoint has a bundled one.
           speculation, budget: none, chain or ddtree, and the tree's nodes; ddtree wherever there is a drafter.
           thinking: let the model think in chats; what it thinks is no part of its answer.
@@ -74,7 +75,9 @@ class KimiJax(TemplateLM):
         kind = speculation or ("ddtree" if folder else "none")
         if kind != "none" and folder is None:
             raise ValueError(f"speculation={kind} needs drafter=DIR: a drafter made for this checkpoint")
-        options = EngineOptions(checkpoint=Path(checkpoint), mesh=mesh, dp=dp, ep=ep, tp=tp, dtype=dtype)
+        options = EngineOptions(
+            checkpoint=Path(checkpoint), mesh=mesh, dp=dp, ep=ep, tp=tp, dtype=dtype, workers=workers
+        )
         self.engine = open_engine(options, Console(stderr=True), folder if kind != "none" else None).engine
 
         from kimi_jax.decoding.engine import Draft

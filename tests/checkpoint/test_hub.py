@@ -9,10 +9,14 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 import pytest
+from rich.console import Console
 
 from kimi_jax.checkpoint import hub
 from kimi_jax.checkpoint.hub import local_folder
 from kimi_jax.checkpoint.safetensors import CheckpointError
+from kimi_jax.cli import EngineOptions, open_engine
+
+DATA = Path(__file__).parents[1] / "data"
 
 COMMIT, OLD = "c" * 40, "d" * 40
 NAME = "moonshotai/Kimi-tiny"
@@ -210,3 +214,13 @@ def test_a_folder_wins_over_a_name(tmp_path, monkeypatch):
     (tmp_path / "owner" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert local_folder(Path("owner/name"), pytest.fail) == Path("owner/name")
+
+
+def test_checkpoints_and_drafters_are_opened_by_name(monkeypatch):
+    folders = {"owner/model": DATA / "tiny_random", "owner/drafter": DATA / "tiny_random_drafter"}
+    monkeypatch.setattr(hub, "local_folder", lambda path, tell: folders[str(path)])
+    options = EngineOptions(checkpoint=Path("owner/model"))
+    opened = open_engine(options, Console(quiet=True), Path("owner/drafter"))
+    assert opened.folder == folders["owner/model"]
+    assert opened.engine.drafter is not None
+    assert opened.engine.parameters.keys() == {"target", "drafter"}
