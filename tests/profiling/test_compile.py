@@ -28,7 +28,10 @@ def compiled(request, compile_apart):
 
 
 def test_messages_of_a_layer(compiled):
-    """Golden: two reductions a layer, and one message each way for each layer with experts. The compiler adds none."""
+    """Two reductions a layer and one of the embedding, and one message each way for each layer with experts.
+
+    The compiler adds none.
+    """
     case = compiled.case
     rows, hidden, ep = case.device_requests * case.rows, case.config.hidden_size, case.preset.layout.ep
     words = hidden // 2 + 2 * case.config.num_experts_per_tok  # bfloat16 pairs, slots and weights
@@ -37,15 +40,20 @@ def test_messages_of_a_layer(compiled):
     assert of_layers == [
         ("exchange", "all-gather", ("ep",), ep * rows * words * 4, 1),
         ("exchange", "reduce-scatter", ("ep",), ep * rows * hidden * 2, 1),
-        ("reductions", "all-reduce", ("tp",), rows * hidden * 2, 4),
+        ("reductions", "all-reduce", ("tp",), rows * hidden * 2, 5),
     ]
-    silent = {"attention", "router", "experts", "shared_expert", "dense", "head"}
+    drawn = [(c.kind, c.axes, c.bytes, c.count) for c in found if c.part == "head"]
+    assert drawn == [("all-gather", ("tp",), rows * case.preset.layout.tp * 8, 1)]  # a word and its logit of each rank
+    silent = {"attention", "router", "experts", "shared_expert", "dense"}
     assert not silent & {c.part for c in found}
 
 
 KNOWN_COPIES = re.compile(r"shared_experts\.(gate|up)_proj\.weight$")
 """XLA's dot merger joins products of one input, and writes the weights of a small shared expert's gate and up side by
 side for it; those of K2.6's size it reads where they are."""
+
+READ_TWICE = re.compile(r"self_attn\.kv_b_proj\.|^drafter\..*\.[kv]_proj\.")
+"""Before and after the absorbed attention; for the drafter's context and for its block."""
 
 
 def test_packed_weights_and_cache_are_read_in_place(compiled):
@@ -62,7 +70,14 @@ def test_kernels_serve_both_presets(compiled):
     kernels = {part.part: sum(kernel.count for kernel in part.kernels) for part in report.parts}
     assert kernels["experts"] == 2  # gate with up, and down, of the one layer with experts
     assert kernels["attention"] >= 2  # one a layer, and one that joins pieces of a long context
-    assert report.read_ratio == pytest.approx(1, abs=0.1)
+
+
+def test_weights_are_read_once_but_for_those_of_two_products(compiled):
+    parts = [part for part in make_report(compiled).parts if part.part != "experts"]
+    head = next(part.weight_bytes_held for part in parts if part.part == "head")  # the drafter's too
+    twice = sum(array.bytes for array in compiled.weights if READ_TWICE.search(array.name))
+    held = sum(part.weight_bytes_held for part in parts)
+    assert sum(part.weight_bytes_read for part in parts) == pytest.approx(held + head + twice, rel=2e-3)
 
 
 @pytest.fixture(scope="module")
