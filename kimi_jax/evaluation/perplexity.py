@@ -59,8 +59,10 @@ def read_documents(engine: Engine, files: Sequence[Path], *, bos: bool) -> list[
     """The ids of UTF-8 text files, with `bos` behind [BOS], so that the first token is predicted too.
 
     Raises:
-      ValueError: a file that is not UTF-8, or too short to predict anything, by name.
+      ValueError: no file; one that is not UTF-8, or too short to predict anything, by name.
     """
+    if not files:
+        raise ValueError("no text: give one or more UTF-8 text files")
     documents = []
     for file in files:
         try:

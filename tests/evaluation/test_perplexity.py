@@ -90,6 +90,11 @@ def test_files_that_are_no_texts_are_named(engines, tmp_path, content, message):
         read_documents(engines("local"), [tmp_path / "a.txt"], bos=False)
 
 
+def test_there_must_be_a_text(engines):
+    with pytest.raises(ValueError, match="no text: give one"):
+        read_documents(engines("local"), [], bos=False)
+
+
 def test_a_window_beyond_the_positions_is_refused(engines, reference):
     window = engines("local").config.max_position_embeddings + 1
     with pytest.raises(ValueError, match=f"window is {window}; the model has"):
