@@ -17,6 +17,7 @@ from kimi_jax.checkpoint.safetensors import CheckpointError
 from kimi_jax.checkpoint.writer import leaf
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.transformer import CausalLM
+from kimi_jax.parallel.eplb import save_placements
 from kimi_jax.parallel.placement import EMPTY, Placement, even_placement
 from kimi_jax.parameters import declarations
 
@@ -257,12 +258,22 @@ def test_progress_counts_every_byte(tiny, converted, make_mesh):
 
 
 def test_convert_commands(tiny, convert, tmp_path, capsys):
-    convert.run_to_orbax(convert.ConvertOptions(checkpoint=tiny.directory, output=tmp_path / "sharded"))
+    """There and back through 24 slots, of which 8 are replicas, in another order in every layer."""
+    slots = [*range(16), *range(8)]
+    placements = [Placement(tuple(np.roll(slots, layer).tolist()), 16) for layer in range(tiny.config.num_moe_layers)]
+    save_placements(tmp_path / "placement.json", placements)
+    convert.run_to_orbax(
+        convert.ToOrbaxOptions(
+            checkpoint=tiny.directory, output=tmp_path / "sharded", placement=tmp_path / "placement.json"
+        )
+    )
+    held = orbax.read_manifest(tmp_path / "sharded").slot_experts
+    assert list(held.values()) == [placement.slot_experts for placement in placements]
     convert.run_to_hf(convert.ConvertOptions(checkpoint=tmp_path / "sharded", output=tmp_path / "hf"))
     written = type(tiny)(tmp_path / "hf").tensors()
     for key, value in tiny.tensors().items():
         if key.startswith("language_model."):
             assert written[key].tobytes() == value.tobytes(), key
     with pytest.raises(SystemExit):
-        convert.run_to_orbax(convert.ConvertOptions(checkpoint=tiny.directory, output=tmp_path / "sharded"))
+        convert.run_to_orbax(convert.ToOrbaxOptions(checkpoint=tiny.directory, output=tmp_path / "sharded"))
     assert "exists and is not an empty folder" in capsys.readouterr().err
