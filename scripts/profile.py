@@ -27,6 +27,7 @@ from kimi_jax.cli import (
     stages,
     table_console,
 )
+from kimi_jax.parallel.processes import ProcessOptions
 from meshes.devices import use_cpu_if_no_gpu
 from meshes.presets import Preset, preset
 
@@ -87,6 +88,7 @@ class Options:
     """Also write the report with plots as an HTML file."""
     json: bool = False
     """Print one JSON object instead of tables."""
+    processes: ProcessOptions = dataclasses.field(default_factory=ProcessOptions)
 
     def preset(self) -> Preset:
         """The machine with the layout options applied."""
@@ -174,7 +176,7 @@ def run(options: Options, status: Console) -> "tuple[Report, Live]":
     layout = machine.layout
     engine_options = EngineOptions(
         options.checkpoint or BUNDLED_CHECKPOINT, machine.name, layout.dp, layout.ep, layout.tp,
-        experts=layout.experts, exchange=options.exchange, cache=layout.cache,
+        experts=layout.experts, exchange=options.exchange, cache=layout.cache, processes=options.processes,
     )  # fmt: skip
     drafter = options.drafter or (BUNDLED_DRAFTER if bundled and options.budget else None)
     if drafter is None and options.budget:
@@ -223,4 +225,4 @@ def compare(options: Compare) -> None:
 if __name__ == "__main__" and sys.argv[1:2] == ["diff"]:
     compare(tyro.cli(Compare, prog="profile.py diff", args=sys.argv[2:]))
 elif __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    main(tyro.cli(Options, description=__doc__, config=(tyro.conf.OmitArgPrefixes,)))

@@ -90,7 +90,7 @@ def test_a_weight_of_no_part_is_refused():
 def test_a_weight_that_an_axis_does_not_divide_is_named():
     case = case_on("nvl72", "gb300")
     programs = programs_of(case, build_mesh(case.preset, jax.devices()))
-    uneven = dataclasses.replace(programs, rules=programs.rules | {"heads": ("ep", "tp")})
+    uneven = dataclasses.replace(programs, rules={**programs.rules, "heads": ("ep", "tp")})
     with pytest.raises(CompileError, match=r"self_attn\.\w+\.weight has \d+ in dimension \d, which ep × tp \(72"):
         placed_weights(uneven)
 
