@@ -90,32 +90,31 @@ class Journal:
         self._writes = processes.this().prints
         if path is None:
             return
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        if lines and not lines[-1].endswith("\n"):  # being written when the run was stopped
-            lines.pop()
-            if self._writes:
-                path.write_text("".join(lines))
-        if not lines:
-            self._append(run)
+        text = path.read_text() if path.exists() else ""
+        whole, newline, cut = text.rpartition("\n")  # what follows was being written when the run was stopped
+        if not text or (not newline and json.dumps(run).startswith(cut)):
+            self._write("w", run)
             return
         try:
-            first, *rest = map(json.loads, lines)
+            first, *rest = map(json.loads, whole.splitlines())
             differ = [name for name in run if first[name] != run[name]]
             self.nats = {entry["window"]: entry["nats"] for entry in rest}
-        except (json.JSONDecodeError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path}: not the journal of a perplexity run; give another name") from None
         if differ:
             raise ValueError(f"{path}: belongs to another run (different {', '.join(differ)}); give another name")
+        if cut and self._writes:
+            path.write_text(whole + newline)
 
     def add(self, window: int, nats: float) -> None:
         """Keeps one window's result."""
         self.nats[window] = nats
-        self._append({"window": window, "nats": nats})
+        self._write("a", {"window": window, "nats": nats})
 
-    def _append(self, line: dict[str, Any]) -> None:
+    def _write(self, mode: str, line: dict[str, Any]) -> None:
         if self._path is None or not self._writes:
             return
-        with self._path.open("a") as stream:
+        with self._path.open(mode) as stream:
             stream.write(json.dumps(line) + "\n")
 
 

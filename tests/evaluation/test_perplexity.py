@@ -66,12 +66,19 @@ def test_a_journal_of_another_run_is_refused(engines, reference, tmp_path):
         perplexity(engines("local"), documents_of(reference), journal=journal, **WINDOW)
 
 
-@pytest.mark.parametrize("content", ["words\n", "[]\n", json.dumps({"window": 1}) + "\n"])
+@pytest.mark.parametrize("content", ["words\n", "words", "a\nb", "[]\n", json.dumps({"window": 1}) + "\n"])
 def test_a_file_that_is_no_journal_is_left_alone(tmp_path, content):
     (tmp_path / "notes").write_text(content)
     with pytest.raises(ValueError, match="not the journal of a perplexity run"):
         module.Journal(tmp_path / "notes", {"texts": ""})
     assert (tmp_path / "notes").read_text() == content
+
+
+def test_a_journal_whose_first_line_was_cut_begins_anew(tmp_path):
+    run = {"texts": "x", "window": 32}
+    (tmp_path / "journal").write_text(json.dumps(run)[:9])
+    module.Journal(tmp_path / "journal", run).add(0, 1.5)
+    assert module.Journal(tmp_path / "journal", run).nats == {0: 1.5}
 
 
 def test_texts_are_read_with_and_without_bos(engines, tmp_path):
