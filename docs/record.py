@@ -17,6 +17,7 @@ WIDTH = 120
 
 
 def main() -> None:
+    """Runs the command of the arguments and writes the picture."""
     picture, script, *arguments = sys.argv[1:]
     ran = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, check=True)
     console = Console(record=True, width=WIDTH, file=io.StringIO())
