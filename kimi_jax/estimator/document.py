@@ -374,8 +374,8 @@ def _validation() -> Iterator[str]:
     yield ""
     yield (
         "Bytes and messages are held against the compiler: `scripts/estimate.py check --mesh nvl72 --gpu gb300` "
-        "compiles a round of the layout for the absent GPUs and compares weights, cache, drafter and every part's traffic and "
-        "messages with the estimator's; it fails where a part is more than 5 % apart."
+        "compiles a round of the layout for the absent GPUs and compares weights, cache, drafter and every part's "
+        "traffic and messages with the estimator's; it fails where a part is more than 5 % apart."
     )
     yield ""
     for role in ("calibration", "held-out"):
