@@ -51,7 +51,7 @@ def local_folder(
 
     root = Path(cache or constants.HF_HUB_CACHE)
     where = {"repo_id": repository, "cache_dir": str(root), "allow_patterns": list(FILES)}
-    missing = f"{checkpoint}: no such folder here, and "
+    missing, downloading = f"{checkpoint}: no such folder here, and ", False
     try:
         try:
             files = snapshot_download(**where, revision=revision, endpoint=endpoint, dry_run=True)
@@ -70,6 +70,7 @@ def local_folder(
             tell(f"{repository}@{commit}: downloading {needed / 1e9:,.3f} GB to {root}")
         else:
             tell(f"{repository}@{commit} from the cache")
+        downloading = True
         return Path(snapshot_download(**where, revision=commit, endpoint=endpoint))
     except GatedRepoError:
         cause = "the hub asks for your agreement first: give it on the repository's page, then `hf auth login`"
@@ -77,13 +78,14 @@ def local_folder(
         cause = "no repository of that name on the hub (a private one needs `hf auth login`)"
     except RevisionNotFoundError:
         cause = f"the repository of that name on the hub has no revision {revision}"
-    except LocalEntryNotFoundError:
-        cause = (
-            "the hub cannot be reached and its files are not all in the cache: give the folder of a checkpoint, or run "
-            "once where there is a network"
-        )
     except (HfHubHTTPError, OSError) as error:
         cause = f"the download from the hub failed; the same command goes on with the files that are missing ({error})"
+        # Also what a file raises that had not begun when the network went away.
+        if isinstance(error, LocalEntryNotFoundError) and not downloading:
+            cause = (
+                "the hub cannot be reached and its files are not all in the cache: give the folder of a checkpoint, or "
+                "run once where there is a network"
+            )
     raise CheckpointError(missing + cause)
 
 
