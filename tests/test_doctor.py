@@ -97,6 +97,7 @@ def test_presets_against_devices():
     assert round(sizes["nvl72"] / 1e9, 3) == 13.756
 
 
+@pytest.mark.slow
 def test_the_script_reports_refused_flags_and_hides_the_environment():
     environment = os.environ | {"XLA_FLAGS": "--xla_gpu_no_such_flag=1", "MY_SECRET": "hidden"}
     result = subprocess.run(

@@ -83,7 +83,7 @@ def texts(engine, prompts, limits, draft=PLAIN):
 @pytest.mark.parametrize(
     ("mesh", "draft"),
     [
-        pytest.param(HGX, Draft("ddtree", 16), id="tree"),
+        pytest.param(HGX, Draft("ddtree", 16), id="tree", marks=pytest.mark.slow),
         *(pytest.param(HGX, draft, id=name, marks=pytest.mark.slow) for name, draft in
           (("plain", PLAIN), ("chain", Draft("chain")), ("auto budget", Draft("ddtree", 64)))),
         *(pytest.param(*mesh.values, Draft("ddtree", 16), id=str(mesh.values[0]), marks=pytest.mark.slow)

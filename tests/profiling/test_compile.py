@@ -22,7 +22,13 @@ from pallas_kernels.int4_moe.matmul import shared_memory_bytes
 GOLDEN = runpy.run_path(str(Path(__file__).with_name("golden.py")))
 
 
-@pytest.fixture(scope="module", params=[("hgx-ib-16", "h200"), ("nvl72", "gb300")], ids=lambda p: p[1])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("hgx-ib-16", "h200"), id="h200", marks=pytest.mark.slow),
+        pytest.param(("nvl72", "gb300"), id="gb300"),
+    ],
+)
 def compiled(request, compile_apart):
     return compile_apart(*request.param, "round", 6, 2, "reduced")
 

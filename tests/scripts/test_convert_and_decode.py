@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -16,6 +18,7 @@ def run(script, *arguments):
     return result.stdout
 
 
+@pytest.mark.slow
 def test_a_sharded_checkpoint_decodes_to_the_same_tokens(tmp_path):
     original, sharded = ROOT / "tests" / "data" / "tiny_random", tmp_path / "sharded"
     run("convert.py", "to-orbax", "--checkpoint", original, "--output", sharded)

@@ -36,7 +36,12 @@ def test_logits_are_the_references(mesh, tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "not JSON"), ("[]", "non-empty"), ("[[1, 2], [3]]", "list 1 has 1 ids"), ("[[1, 99999]]", "99999")],
+    [
+        ("{", "not JSON"),
+        pytest.param("[]", "non-empty", marks=pytest.mark.slow),
+        pytest.param("[[1, 2], [3]]", "list 1 has 1 ids", marks=pytest.mark.slow),
+        pytest.param("[[1, 99999]]", "99999", marks=pytest.mark.slow),
+    ],
 )
 def test_bad_ids_are_named(content, message, tmp_path):
     (tmp_path / "ids.json").write_text(content)
@@ -45,6 +50,7 @@ def test_bad_ids_are_named(content, message, tmp_path):
     assert not (tmp_path / "logits.npz").exists()
 
 
+@pytest.mark.slow
 def test_perplexity_of_files(engines, tmp_path):
     texts = [tmp_path / "a.txt", tmp_path / "b.txt"]
     texts[0].write_text("Once there was a fox named Mila, who lived near a forest. " * 3)
