@@ -26,9 +26,10 @@ def record(benchmark: str, ran: str, results: Sequence[Mapping[str, Any]]) -> di
     `results` are the rows of one table, flat and with units in their names.
     """
     loaded = [name for name in PACKAGES if name in sys.modules]
+    group = ["--group", "fixtures"] if "transformers" in loaded else []
     return {
         "benchmark": benchmark,
-        "command": shlex.join(["uv", "run", "scripts/benchmark.py", *sys.argv[1:]]),
+        "command": shlex.join(["uv", "run", *group, "scripts/benchmark.py", *sys.argv[1:]]),
         "ran": ran,
         "machine": f"{_processor()}, {len(os.sched_getaffinity(0))} cores",
         "versions": {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in loaded},
