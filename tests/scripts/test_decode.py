@@ -51,6 +51,7 @@ def test_the_readmes_command_tells_a_story_on_72_devices_and_plain_decoding_the_
     assert "32 tokens in 31 rounds" in plain.stderr
 
 
+@pytest.mark.slow
 def test_prompts_from_files_and_standard_input(tmp_path):
     lines, messages = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
     lines.write_text("First line\n\nSecond line\n")
