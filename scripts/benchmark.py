@@ -198,6 +198,7 @@ def kernels(options: KernelOptions) -> None:
         if options.interpret:
             os.environ.setdefault("PJRT_NPROC", "32")  # the interpreter blocks a thread of XLA's pool for each warp
 
+        from kimi_jax.evaluation.runs import record
         from pallas_kernels import benchmark
 
         with status.status("starting") as line:
@@ -210,10 +211,11 @@ def kernels(options: KernelOptions) -> None:
                     "no GPU is visible, and this times GPU kernels: run it on one, or check values with "
                     "--interpret h200 or --interpret gb300"
                 )
+        where = ", ".join(f"{name} {value}" for name, value in ran.items())
         if options.json:
-            print(json.dumps(ran | {"results": [dataclasses.asdict(result) for result in results]}))
+            print(json.dumps(record("kernels", where, [dataclasses.asdict(result) for result in results])))
             return
-        table = Table(title=", ".join(f"{name} {value}" for name, value in ran.items()))
+        table = Table(title=where)
         for name in ("operation", "shape", "implementation"):
             table.add_column(name)
         for name in ("error", "µs", "of copy", "of floor"):

@@ -19,5 +19,6 @@ def test_every_public_name_exists(name):
 
 
 def test_other_names_do_not():
+    name = "decode"
     with pytest.raises(AttributeError, match="has no attribute 'decode'"):
-        kimi_jax.decode  # noqa: B018
+        getattr(kimi_jax, name)
