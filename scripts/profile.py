@@ -107,10 +107,11 @@ def main(options: Options) -> None:
         else:
             report, live = compile_absent(options, options.gpu, status), None
 
+        from kimi_jax.parallel import processes
         from kimi_jax.profiling import page
         from kimi_jax.profiling.tables import show, show_live
 
-        if options.html is not None:
+        if options.html is not None and processes.this().prints:
             page.write(report, options.html)
         if options.json:
             print(json.dumps(report.as_dict() | ({} if live is None else live.as_dict())))

@@ -68,8 +68,11 @@ def force(
       tap_layers: layers whose residual stream `read` finds in `Output.taps`.
 
     Raises:
-      ValueError: an empty sequence, an id outside the vocabulary, or more tokens than the model has positions.
+      ValueError: an empty sequence, an id outside the vocabulary, more tokens than the model has positions, or an
+        engine whose experts move (the compiled step reads the model's own placement).
     """
+    if engine.rebalancer is not None:
+        raise ValueError("experts of this engine move: score with the engine that it was made from, or open it again")
     positions, vocab_size = engine.config.max_position_embeddings, engine.config.vocab_size
     for index, ids in enumerate(inputs):
         if not 1 <= len(ids) <= positions:

@@ -100,3 +100,8 @@ def test_log_probabilities_that_are_not_finite_are_an_error(engines, reference):
     broken = dataclasses.replace(engine, parameters={"target": target})
     with pytest.raises(ValueError, match="window 0: log-probabilities are not finite"):
         score(broken, [Window([1, 2], [3])], requests=2, length=32)
+
+
+def test_an_engine_whose_experts_move_is_refused(engines):
+    with pytest.raises(ValueError, match="experts of this engine move"):
+        score(engines("hgx-ib-16").rebalancing(4), [Window([1, 2], [2, 3])])
