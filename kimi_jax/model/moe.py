@@ -62,11 +62,10 @@ class Experts(nnx.Module):
     ) -> Float[Array, "rows hidden"]:
         """Weighted sum over the slots this rank holds; other ids contribute nothing."""
         gate, up, down = (_int4(projection) for projection in (self.gate_proj, self.up_proj, self.down_proj))
-        out = int4_moe(
+        return int4_moe(
             x, slots, weights, gate.packed, gate.scale, up.packed, up.scale, down.packed, down.scale,
-            group_size=self.group_size, num_experts=self.num_experts,
+            group_size=self.group_size, num_experts=self.num_experts, dtype=x.dtype,
         )  # fmt: skip
-        return out.astype(x.dtype)
 
 
 class RoutedExperts(Protocol):

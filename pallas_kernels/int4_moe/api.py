@@ -6,13 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Int
 
 from pallas_kernels.int4_moe import matmul
 from pallas_kernels.int4_moe.plan import Implementation, Plan, Shape, Target, current_target, plan
 from pallas_kernels.int4_moe.reference import int4_moe_reference
 from pallas_kernels.int4_moe.registers import GROUP, pair_order
-from pallas_kernels.int4_moe.routing import combine, gather_rows, group_pairs
+from pallas_kernels.int4_moe.routing import group_pairs
+from pallas_kernels.int4_moe.rows import combine, gather
 
 # Relative Frobenius error of a kernel against the float32 reference. Rounding a value to bfloat16 has a relative error
 # of 2^-9/√3 = 1.1e-3 root mean square at most; the product of gate and up is rounded once and the tensor-core engines
@@ -35,9 +37,10 @@ def int4_moe(
     num_experts: int | None = None,
     implementation: Implementation = "auto",
     target: Target | None = None,
+    dtype: DTypeLike = jnp.float32,
     interpret: bool = False,
 ) -> Float[Array, "rows hidden"]:
-    """Σ_k weight · down(silu(gate x) · up x) over the experts of each row that live here, in float32.
+    """Σ_k weight · down(silu(gate x) · up x) over the experts of each row that live here, summed in float32.
 
     Weights are in the checkpoint's layout (compressed-tensors, pack-quantized): word j of a row holds values 8j..8j+7,
     low nibble first, as codes q + 8; each group of 32 values has one bfloat16 scale. They are never copied.
@@ -51,6 +54,7 @@ def int4_moe(
         num_experts: experts the router chooses from, over all ranks (default: `slots`). It only guides tile sizes.
         implementation: "auto", or a name that must serve this call.
         target: the card to choose for; default the mesh's in use, else the first device's.
+        dtype: type of the result, rounded to once at the end.
         interpret: run the kernels in Pallas's interpreter, inside `plgpu.force_gpu_interpret_mode`.
 
     Raises:
@@ -59,9 +63,9 @@ def int4_moe(
     weights = (gate_packed, gate_scale, up_packed, up_scale, down_packed, down_scale)
     shape = _check(x, expert_ids, expert_weights, weights, group_size, num_experts)
     if shape.rows == 0 or shape.top_k == 0:
-        return jnp.zeros(x.shape, jnp.float32)
+        return jnp.zeros(x.shape, dtype)
     chosen = plan(shape, x.dtype, target or current_target(), implementation)
-    return run(chosen, x, expert_ids, expert_weights, *weights, interpret=interpret)
+    return run(chosen, x, expert_ids, expert_weights, *weights, dtype=dtype, interpret=interpret)
 
 
 def run(
@@ -76,18 +80,20 @@ def run(
     down_packed: jax.Array,
     down_scale: jax.Array,
     *,
+    dtype: DTypeLike = jnp.float32,
     interpret: bool = False,
 ) -> Float[Array, "rows hidden"]:
     """The operation as a plan says; `int4_moe` is this after checking and choosing."""
     weights = (gate_packed, gate_scale, up_packed, up_scale, down_packed, down_scale)
     if chosen.gate_up is None or chosen.down is None:
-        return int4_moe_reference(x, expert_ids, expert_weights, *weights)
+        return int4_moe_reference(x, expert_ids, expert_weights, *weights).astype(dtype)
     launch = matmul.Launch(chosen.ctas, interpret)
     rows = chosen.gate_up.rows
     groups = group_pairs(expert_ids, gate_packed.shape[0], rows)
-    grouped = pair_order(gather_rows(x, groups, rows))
+    grouped = gather(pair_order(x), groups, rows, launch)
     gated = matmul.gate_up(grouped, groups, weights[0:2], weights[2:4], chosen.gate_up, launch)
-    return combine(matmul.down(gated, groups, weights[4:6], chosen.down, launch), groups, expert_weights)
+    shares = matmul.down(gated, groups, weights[4:6], chosen.down, launch)
+    return combine(shares, groups, expert_weights, dtype, launch)
 
 
 def _check(

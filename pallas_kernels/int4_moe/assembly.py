@@ -29,7 +29,7 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Assembly:
-    """A compiled call: its kernels in order (gate and up, then down), and what XLA put around them.
+    """A compiled call: its kernels in order (gather, gate and up, down, combine), and what XLA put around them.
 
     `copied_bytes` counts results of copies and slices in the optimised program that are as large as a weight matrix
     or its scales: 0 where the kernels read the weights in place.
@@ -50,6 +50,8 @@ _OPCODES = (
     "ldmatrix",
     "lop3.b32",
     "mbarrier.try_wait",
+    "ld.global.v",
+    "st.global.v",
 )
 
 

@@ -55,10 +55,9 @@ def gate_up(
 
 def down(
     x: BFloat16[Array, "grouped width"], groups: Groups, weights: Weights, tile: Tile, launch: Launch
-) -> Float[Array, "grouped hidden"]:
-    """Every active tile times its expert's down projection, from activations in pair order."""
-    shares = _grouped(x, groups, (weights, weights), tile, launch, "down")
-    return jnp.sum(shares, axis=0) if tile.split > 1 else shares[0]
+) -> Float[Array, "split grouped hidden"]:
+    """Every active tile times its expert's down projection, in shares of k, from activations in pair order."""
+    return _grouped(x, groups, (weights, weights), tile, launch, "down")
 
 
 def shared_memory_bytes(tile: Tile, kind: Kind) -> int:
@@ -162,7 +161,7 @@ def _grouped(x, groups: Groups, units: tuple[Weights, Weights], tile: Tile, laun
                 for unit, acc in enumerate(accumulators):
                     (values,) = as_output(acc)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous copy has read the staging
-                    _store(refs["staging"].at[wg].transpose((1, 0)), values.astype(out_dtype))
+                    store(refs["staging"].at[wg].transpose((1, 0)), values.astype(out_dtype))
                     plgpu.commit_smem()
                     column = unit_row(m, unit) + wg * UNIT + (unit * out_rows if kind == "gate_up" else 0)
                     rows = pl.ds(pl.multiple_of(t * n, n), n)
@@ -196,7 +195,8 @@ def _grouped(x, groups: Groups, units: tuple[Weights, Weights], tile: Tile, laun
     )(groups.tile_count, groups.tile_expert, x, *units[0], *units[1])
 
 
-def _store(ref: Any, values: jax.Array) -> None:
+def store(ref: Any, values: jax.Array) -> None:
+    """Registers to shared or device memory."""
     if hasattr(plgpu, "store"):  # jax 0.12
         plgpu.store(ref, values, optimized=False)
     else:

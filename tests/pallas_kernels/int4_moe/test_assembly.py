@@ -25,11 +25,16 @@ OLD_JAX = jax.__version_info__ < (0, 12)
 def check(gpu, names):
     tensor_core = "wgmma.mma_async" if gpu in ("h100", "h200") else "tcgen05.mma"
     for name, assembly in zip(names, assemble(gpu, [SHAPES[n] for n in names]), strict=True):
-        assert len(assembly.kernels) == 2, name
+        gather, gate_up, down, combine = assembly.kernels
         assert assembly.copied_bytes == 0, name
         warp = "rows" not in name or name == "few rows"
         spills = 144 if OLD_JAX and name == "64 rows" and tensor_core.startswith("wgmma") else 0
-        for kernel in assembly.kernels:
+        for kernel in (gather, combine):
+            assert kernel.stack_bytes == kernel.spill_bytes == 0, name
+            assert kernel.registers <= (255 if name == "one row, tp 8" else 128), name  # four CTAs share a core
+            assert kernel.opcodes["ld.global.v"] > 0, name
+            assert kernel.opcodes["st.global.v"] > 0, name
+        for kernel in (gate_up, down):
             assert kernel.stack_bytes <= spills // 2, name
             assert kernel.spill_bytes <= spills, name
             # Two computing warpgroups and a loading one share 65,536 registers.
