@@ -19,11 +19,14 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from kimi_jax.checkpoint import hub
+from kimi_jax.config import ModelConfig
+from kimi_jax.drafter.config import DrafterConfig
 from kimi_jax.parallel import processes
 from kimi_jax.parallel.processes import ProcessOptions
-from meshes.devices import build_mesh, select_devices, use_cpu_if_no_gpu
+from meshes.devices import build_mesh, select_devices, use_cpu_if_no_gpu, visible_gpu_count
 from meshes.hardware import GPU, GPUS
-from meshes.presets import Preset, preset
+from meshes.presets import Layout, Preset, preset
 
 if TYPE_CHECKING:
     from kimi_jax.decoding.engine import Engine
@@ -100,8 +103,10 @@ def open_engine(options: EngineOptions, console: Console, drafter: Path | None =
     Names on the hub are downloaded first. Where there are several processes, the first prints, here and afterwards.
     """
     machine = options.preset()
-    process = processes.join(options.processes, machine, simulated=not use_cpu_if_no_gpu())
+    process = processes.join(options.processes, machine, simulated=visible_gpu_count() == 0)
     console.quiet |= not process.prints
+    check_configurations(options.checkpoint, machine.layout, drafter)
+    use_cpu_if_no_gpu()
     import jax.numpy as jnp  # after the platform is known, or the CUDA plugin would log its search for a driver
 
     from kimi_jax.decoding.engine import open_checkpoint
@@ -147,11 +152,25 @@ def open_engine(options: EngineOptions, console: Console, drafter: Path | None =
     return Opened(engine, machine, f"{where}, {name}", gpu or GPUS[machine.gpu_names[0]], folder)
 
 
+def check_configurations(checkpoint: Path, layout: Layout, drafter: Path | None = None) -> None:
+    """Refuses configurations that cannot be run or do not fit the layout, before the imports that take seconds.
+
+    Names on the hub are left for later: a download should wait until devices have been found.
+
+    Raises:
+      ConfigError, LayoutError: naming the file and field, or the dimension, that does not fit.
+    """
+    config = None if hub.is_name(checkpoint) else ModelConfig.from_json(checkpoint)
+    drafter_config = None if drafter is None or hub.is_name(drafter) else DrafterConfig.from_json(drafter)
+    if config is not None:
+        from kimi_jax.parallel import layout_rules  # imports jax
+
+        layout_rules.check(config, layout, drafter_config)
+
+
 def on_disk(checkpoint: Path, console: Console) -> Path:
     """The folder of a checkpoint or drafter: itself, or downloaded from the hub. Raises as `hub.local_folder`."""
-    from kimi_jax.checkpoint.hub import local_folder
-
-    return local_folder(checkpoint, lambda line: console.print(line, style="dim", highlight=False))
+    return hub.local_folder(checkpoint, lambda line: console.print(line, style="dim", highlight=False))
 
 
 def quiet_compiler() -> None:

@@ -9,19 +9,18 @@ Examples:
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from kimi_jax.cli import errors_in_one_line
-from kimi_jax.drafter.loss import DraftLoss
+from kimi_jax.cli import check_configurations, errors_in_one_line
 from meshes.devices import use_cpu_if_no_gpu
 from meshes.presets import Layout
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Common:
     """Options of both runs."""
 
@@ -56,19 +55,24 @@ class Common:
         return Layout(dp=self.dp, ep=self.ep, tp=self.tp)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Target(Common):
     """Train the K2.6-shaped target on the generated tasks."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Drafter(Common):
     """Train a DFlash drafter on a target's own answers."""
 
-    target: Path = Path()
+    target: Path
     """Checkpoint of the target."""
-    loss: DraftLoss = dataclasses.field(default_factory=DraftLoss)
-    """Weights of the positions in a block."""
+    loss: Literal["decay", "d-pace"] = "decay"
+    """Weights of the positions in a block: falling by e over --gamma positions, or by what each adds to the expected
+    acceptance length (D-PACE)."""
+    gamma: float = 4.0
+    """4 for blocks of 8, 7 for blocks of 16."""
+    alpha: float = 0.5
+    """D-PACE: floor of a position's survival, (1 - alpha) q + alpha."""
     texts: int = 1024
     """Training prompts that the target answers."""
 
@@ -141,6 +145,8 @@ def report(console: Console, log: list[dict], figures: list[str], plot: Path | N
 
 def open_target(target: Path, drafter: Path | None = None):
     """The checkpoint on one device, in float32."""
+    check_configurations(target, Layout(), drafter)
+    use_cpu_if_no_gpu()
     import jax.numpy as jnp
 
     from kimi_jax.decoding.engine import open_checkpoint
@@ -151,18 +157,22 @@ def open_target(target: Path, drafter: Path | None = None):
 
 def train(options: Target | Drafter, console: Console) -> None:
     """Runs, reports and exports."""
+    if options.output and options.output.exists():
+        raise ValueError(f"{options.output} exists; name a folder that does not")
+    if isinstance(options, Drafter):
+        check_configurations(options.target, Layout())
+    use_cpu_if_no_gpu()
     import jax
 
     if options.layout.num_devices > 1:
         jax.config.update("jax_num_cpu_devices", options.layout.num_devices)
+    from kimi_jax.drafter.loss import DraftLoss
     from kimi_jax.training.loop import LoopOptions
     from kimi_jax.training.recipes import DrafterRun, TargetRun
 
     loop = LoopOptions(
         evaluate_every=options.evaluate_every, checkpoint_every=options.checkpoint_every, stop_after=options.stop_after
     )
-    if options.output and options.output.exists():
-        raise ValueError(f"{options.output} exists; name a folder that does not")
     if isinstance(options, Target):
         target_run = TargetRun(seed=options.seed)
         target_run = dataclasses.replace(target_run, recipe=changed(target_run.recipe, options))
@@ -172,7 +182,8 @@ def train(options: Target | Drafter, console: Console) -> None:
             target_run.export(options.directory, options.output)
     else:
         engine = open_target(options.target)
-        run = DrafterRun(seed=options.seed, loss=options.loss, texts=options.texts)
+        loss = DraftLoss(options.loss, options.gamma, options.alpha)
+        run = DrafterRun(seed=options.seed, loss=loss, texts=options.texts)
         run = dataclasses.replace(run, recipe=changed(run.recipe, options))
 
         def answered(done: int) -> None:
@@ -188,10 +199,11 @@ def train(options: Target | Drafter, console: Console) -> None:
 
 def measure_scores(options: Scores, console: Console) -> dict[str, Any]:
     """Exact match and acceptance lengths by family."""
+    engine = open_target(options.target, options.drafter)
+
     from kimi_jax.decoding.engine import PLAIN, Draft
     from kimi_jax.evaluation.tasks import score, together
 
-    engine = open_target(options.target, options.drafter)
     drafts = {"plain": PLAIN}
     if options.drafter:
         trees = {f"tree of {budget}": Draft("ddtree", budget) for budget in options.budgets}
@@ -211,9 +223,11 @@ def measure_scores(options: Scores, console: Console) -> dict[str, Any]:
 
 def measure_routing(options: Routing, console: Console) -> dict[str, Any]:
     """Expert popularity and the experts that tree rows touch."""
+    engine = open_target(options.target, options.drafter)
+
     from kimi_jax.training.recipes import routing_statistics
 
-    statistics = routing_statistics(open_target(options.target, options.drafter), options.texts)
+    statistics = routing_statistics(engine, options.texts)
     table = Table("rows", "draft tree", "independent rows", "uniform formula", title="experts touched, of a layer's")
     for entry in statistics.distinct:
         table.add_row(str(entry.rows), *(f"{x:.2f}" for x in (entry.tree, entry.independent, entry.uniform)))
@@ -230,7 +244,6 @@ def write(figures: dict[str, Any], output: Path | None) -> None:
 
 def main(options: Command) -> None:
     """Runs one command."""
-    use_cpu_if_no_gpu()
     console = Console(highlight=False)
     if isinstance(options, Scores):
         write(measure_scores(options, console), options.output)

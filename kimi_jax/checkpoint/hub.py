@@ -9,12 +9,16 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from kimi_jax.checkpoint.safetensors import CheckpointError
+from kimi_jax.checkpoint.errors import CheckpointError
 
-NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 FILES = ("*.safetensors", "*.json", "tiktoken.model")
 """What a checkpoint or a drafter is made of."""
-COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def is_name(checkpoint: Path) -> bool:
+    """Whether this names a repository on the hub: nothing of that path is here, and it has the form of a name."""
+    return not checkpoint.exists() and NAME.fullmatch(str(checkpoint)) is not None
 
 
 def local_folder(
@@ -33,10 +37,9 @@ def local_folder(
     Raises:
       CheckpointError: neither a folder nor a repository; no access; no network and not in the cache; no space.
     """
-    match = NAME.fullmatch(str(checkpoint))
-    if checkpoint.exists() or match is None:
+    if not is_name(checkpoint):
         return checkpoint
-    repository, revision = match[1], match[2]
+    repository, _, revision = str(checkpoint).partition("@")
 
     # Only here: most runs have a folder, and it takes a while to import.
     from huggingface_hub import constants, snapshot_download
@@ -54,11 +57,11 @@ def local_folder(
     missing, downloading = f"{checkpoint}: no such folder here, and ", False
     try:
         try:
-            files = snapshot_download(**where, revision=revision, endpoint=endpoint, dry_run=True)
+            files = snapshot_download(**where, revision=revision or None, endpoint=endpoint, dry_run=True)
         except DryRunError as error:
             if isinstance(error.__cause__, GatedRepoError | RepositoryNotFoundError):
                 raise error.__cause__ from None
-            folder = Path(snapshot_download(**where, revision=revision, local_files_only=True))
+            folder = Path(snapshot_download(**where, revision=revision or None, local_files_only=True))
             tell(f"{repository}@{folder.name} from the cache; the hub cannot be reached")
             return folder
         if not any(file.filename.endswith(".safetensors") for file in files):

@@ -15,8 +15,9 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from kimi_jax import parameters
+from kimi_jax.checkpoint.errors import CheckpointError
 from kimi_jax.checkpoint.plan import SKIPPED_FAMILIES, ArrayPlan, Plan, Read, Region, host_buffer, plan, weight_shape
-from kimi_jax.checkpoint.safetensors import NUMPY_DTYPES, CheckpointError, Files, Tensor, open_checkpoint
+from kimi_jax.checkpoint.safetensors import NUMPY_DTYPES, Files, Tensor, open_checkpoint
 from kimi_jax.parallel.placement import EMPTY, SlotExperts
 from kimi_jax.parameters import Parameters, Rules
 

@@ -33,9 +33,10 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from kimi_jax import parameters as declared
+from kimi_jax.checkpoint.errors import CheckpointError
 from kimi_jax.checkpoint.huggingface import Counter, Progress, reading_pool, require_finite
 from kimi_jax.checkpoint.plan import Block, host_buffer, lay_out
-from kimi_jax.checkpoint.safetensors import CheckpointError, describe
+from kimi_jax.checkpoint.safetensors import describe
 from kimi_jax.checkpoint.writer import barrier, leaf, prepare, publish
 from kimi_jax.parallel.placement import EMPTY, SlotExperts, slots_of_layer
 from kimi_jax.parameters import Declaration, Parameters, Rules

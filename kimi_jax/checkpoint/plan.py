@@ -15,10 +15,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
+from kimi_jax.checkpoint.errors import CheckpointError
 from kimi_jax.checkpoint.safetensors import (
     DTYPE_BYTES,
     NUMPY_DTYPES,
-    CheckpointError,
     Tensor,
     collector_paused,
     describe,

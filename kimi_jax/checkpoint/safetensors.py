@@ -22,6 +22,8 @@ from typing import Any, NamedTuple, Self
 import jax.numpy as jnp
 import numpy as np
 
+from kimi_jax.checkpoint.errors import CheckpointError
+
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000
@@ -39,10 +41,6 @@ NUMPY_DTYPES = {
     "I64": np.dtype(np.int64),
 }
 """The types a tensor of this project may have; headers with others are read, their tensors refused by name."""
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded or written, with the file, the tensor and the cause."""
 
 
 class Tensor(NamedTuple):

@@ -19,7 +19,8 @@ from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
 from kimi_jax import parameters as declared
-from kimi_jax.checkpoint.safetensors import DTYPE_BYTES, INDEX_NAME, NUMPY_DTYPES, CheckpointError, encode_header
+from kimi_jax.checkpoint.errors import CheckpointError
+from kimi_jax.checkpoint.safetensors import DTYPE_BYTES, INDEX_NAME, NUMPY_DTYPES, encode_header
 from kimi_jax.parallel.placement import EMPTY, SlotExperts, slots_of_layer
 from kimi_jax.parameters import Declaration, Parameters
 from kimi_jax.quantization import CODES_PER_WORD, Int4Weight

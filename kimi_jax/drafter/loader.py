@@ -5,9 +5,10 @@ from pathlib import Path
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from kimi_jax.checkpoint.errors import CheckpointError
 from kimi_jax.checkpoint.huggingface import Progress, read
 from kimi_jax.checkpoint.plan import plan
-from kimi_jax.checkpoint.safetensors import CheckpointError, Tensor, open_checkpoint
+from kimi_jax.checkpoint.safetensors import Tensor, open_checkpoint
 from kimi_jax.config import ConfigError, ModelConfig
 from kimi_jax.drafter.config import DEFAULT_DRAFT_WINDOW, DrafterConfig
 from kimi_jax.drafter.dflash import DFlash

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from kimi_jax.checkpoint import huggingface
+from kimi_jax.checkpoint.errors import CheckpointError
 from kimi_jax.checkpoint.plan import SKIPPED_FAMILIES
-from kimi_jax.checkpoint.safetensors import INDEX_NAME, CheckpointError, open_checkpoint
+from kimi_jax.checkpoint.safetensors import INDEX_NAME, open_checkpoint
 from kimi_jax.parallel.placement import EMPTY
 
 LAYER = "language_model.model.layers.1."

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from kimi_jax.checkpoint import hub
+from kimi_jax.checkpoint.errors import CheckpointError
 from kimi_jax.checkpoint.hub import local_folder
-from kimi_jax.checkpoint.safetensors import CheckpointError
 from kimi_jax.cli import EngineOptions, open_engine
 
 DATA = Path(__file__).parents[1] / "data"

@@ -11,7 +11,8 @@ import pytest
 
 from kimi_jax.checkpoint import huggingface
 from kimi_jax.checkpoint import plan as plans
-from kimi_jax.checkpoint.safetensors import CheckpointError, Files, open_checkpoint
+from kimi_jax.checkpoint.errors import CheckpointError
+from kimi_jax.checkpoint.safetensors import Files, open_checkpoint
 from kimi_jax.parallel.placement import EMPTY, Placement, even_placement
 from kimi_jax.parameters import declarations
 

@@ -13,7 +13,7 @@ import pytest
 
 from kimi_jax.checkpoint import convert as conversion
 from kimi_jax.checkpoint import orbax
-from kimi_jax.checkpoint.safetensors import CheckpointError
+from kimi_jax.checkpoint.errors import CheckpointError
 from kimi_jax.checkpoint.writer import leaf
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.transformer import CausalLM

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from kimi_jax.checkpoint.safetensors import CheckpointError
+from kimi_jax.checkpoint.errors import CheckpointError
 from kimi_jax.checkpoint.writer import Writer, leaf, save
 from kimi_jax.parallel.placement import EMPTY, Placement, even_placement
 from kimi_jax.parameters import declarations

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
-from kimi_jax.checkpoint.safetensors import CheckpointError
+from kimi_jax.checkpoint.errors import CheckpointError
 from kimi_jax.config import ConfigError, ModelConfig
 from kimi_jax.drafter.loader import load_drafter
 from kimi_jax.parameters import declarations

@@ -1,0 +1,36 @@
+"""What scripts import before they know that they are going to run: help and refusals must not wait for jax."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+READ_AND_REFUSE = """
+import runpy, sys
+from pathlib import Path
+
+scripts = sorted(Path("scripts").glob("*.py"))
+assert len(scripts) > 5
+for script in scripts:
+    runpy.run_path(str(script), run_name="imported")
+
+from kimi_jax.cli import check_configurations
+from meshes.presets import Layout
+
+for folders in (Path("gone"),), (Path("kimi_jax/assets/small"), Path("gone")):
+    try:
+        check_configurations(folders[0], Layout(), *folders[1:])
+    except ValueError as error:
+        print(error)
+print("jax" in sys.modules)
+"""
+
+
+def test_help_and_refused_folders_do_not_import_jax():
+    command = [sys.executable, "-c", READ_AND_REFUSE]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    target, drafter, imported = run.stdout.splitlines()
+    assert target == "gone/config.json: no such file; a checkpoint directory holds a config.json"
+    assert drafter == "gone: no such file; a drafter's folder holds a config.json"
+    assert imported == "False"
