@@ -24,7 +24,8 @@ class Layout:
     """Sizes of the three mesh axes and what is split along them.
 
     experts: `slots` puts whole experts on ("ep", "tp"); `width` puts them on "ep" and splits each one's width on "tp".
-    exchange: the name of the backend that carries rows to experts and back.
+    exchange: the name of the backend that carries rows to experts and back. `auto` takes `allgather` or `alltoall` by
+      the ranks and slots of the layout and the rows of a step (`kimi_jax/parallel/exchange_choice.py`).
     cache: `copied` puts a request's latent cache on all its tp ranks, `split` gives each a part of the positions.
     """
 
@@ -32,7 +33,7 @@ class Layout:
     ep: int = 1
     tp: int = 1
     experts: Literal["slots", "width"] = "slots"
-    exchange: str = "allgather"
+    exchange: str = "auto"
     cache: Literal["copied", "split"] = "copied"
 
     def __post_init__(self):

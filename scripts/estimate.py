@@ -121,8 +121,9 @@ class Place(Load):
     """Ranks that split heads and widths."""
     experts: Literal["slots", "width"] | None = None
     """Split whole experts over ep and tp, or experts over ep and their width over tp."""
-    exchange: Literal["allgather", "alltoall"] | None = None
-    """How rows reach experts and come back."""
+    exchange: Literal["auto", "allgather", "alltoall"] | None = None
+    """How rows reach experts and come back; by default auto, which decides by the rows of a step as the decoder does. A
+    search tries both."""
 
     def machine(self) -> Preset:
         """The preset with the layout options applied."""
@@ -132,7 +133,8 @@ class Place(Load):
 
     def fixed(self) -> search.Fixed:
         """What the layout options leave no choice about in a search."""
-        return search.Fixed(self.dp, self.ep, self.tp, self.experts, self.exchange)
+        exchange = None if self.exchange == "auto" else self.exchange
+        return search.Fixed(self.dp, self.ep, self.tp, self.experts, exchange)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -259,7 +261,7 @@ class ExplainOptions(PointOptions):
 
 def run_explain(options: ExplainOptions) -> None:
     """What a constant is, where it comes from, and how much the answer moves if it is 20 % off."""
-    s = options.scenario(options.machine(), options.gpu, options.budget)
+    s = step.estimate(options.scenario(options.machine(), options.gpu, options.budget)).scenario
     effects = explain(s, options.constants)
     if not options.constants:
         effects = [e for e in effects if e.swing >= 0.001]
@@ -284,7 +286,8 @@ class CheckOptions:
     experts: Literal["slots", "width"] = "slots"
     """Whole experts over ep and tp, or experts over ep and their width over tp."""
     exchange: Literal["allgather", "alltoall"] = "allgather"
-    """How rows reach experts and come back."""
+    """How rows reach experts and come back. The estimate of alltoall is for kernels that send only what is due, so its
+    bytes are not those of the compiled buffers."""
     split_cache: bool = False
     """Split the latent cache along the sequence over tp instead of repeating it on every tp rank."""
     concurrency: int = 64

@@ -54,9 +54,9 @@ class Options:
     """Ranks that split heads and widths; by default the preset's."""
     experts: Literal["slots", "width"] = "slots"
     """Whole experts on ep × tp, or each one's width on tp."""
-    exchange: Literal["auto", "allgather", "alltoall", "tensor", "ragged"] = "allgather"
-    """How rows reach experts on other ep ranks. Of alltoall, which auto may take, both the bounded buffers and the
-    exact path behind them are counted, though a step takes one."""
+    exchange: Literal["auto", "allgather", "alltoall", "tensor", "ragged"] = "auto"
+    """How rows reach experts on other ep ranks; auto takes buffers (alltoall) where they halve what travels, by the
+    rows of a step. They are counted as where they hold all rows, without the exact path of a step that overflows."""
     cache: Literal["copied", "split"] = "copied"
     """Latent cache whole on every tp rank, or split over them by position."""
     batch: int | None = None

@@ -9,8 +9,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from kimi_jax.config import ModelConfig
-from kimi_jax.parallel.exchange import buffer_rows
-from kimi_jax.parallel.exchange.all_to_all import used
+from kimi_jax.parallel.exchange_choice import buffer_rows, used
 from kimi_jax.parallel.placement import Placement
 from meshes.presets import Layout
 from pallas_kernels import int4_moe, tree_attention

@@ -11,6 +11,7 @@ from kimi_jax.estimator.collectives import Network, Transfer, all_reduce, dispat
 from kimi_jax.estimator.memory import Memory, drafter_context_bytes, memory
 from kimi_jax.estimator.model import Weights
 from kimi_jax.estimator.scenario import Scenario
+from kimi_jax.parallel.exchange_choice import used
 from meshes import GPU, expert_slots
 
 PARTS = (
@@ -248,11 +249,7 @@ def _exchange(s: Scenario, network: Network, load: _Rows) -> Part:
     layout, m = s.preset.layout, s.model
     if layout.ep == 1:
         return Part(m.num_moe_layers, note="rows stay in their tp group")
-    if layout.exchange == "auto":  # decides by the rows of a step
-        layouts = (replace(layout, exchange=name) for name in ("allgather", "alltoall"))
-        either = (replace(s, preset=s.preset.with_layout(layout)) for layout in layouts)
-        return min((_exchange(one, network, load) for one in either), key=lambda part: part.total_us)
-    if layout.exchange == "allgather":
+    if layout.exchange in ("allgather", "tensor"):
         # Every group sends as many rows as the fullest one, with an id and a weight for each choice; sums come back.
         rows, span = load.rows * layout.ep, s.preset.span("ep")
         gather = gather_and_scatter(network, span, rows * (2 * m.hidden_size + 8 * m.num_experts_per_tok))
@@ -332,8 +329,21 @@ def _head(s: Scenario, network: Network, load: _Rows) -> Part:
     return _sum(logits, sent)
 
 
+def _with_exchange(s: Scenario) -> Scenario:
+    layout = s.preset.layout
+    if layout.exchange != "auto":
+        return s
+    slots = s.physical_slots or expert_slots(s.model.n_routed_experts, layout.expert_ranks)
+    name = used(layout, _rows(s).rows, s.model.num_experts_per_tok, slots)
+    return replace(s, preset=s.preset.with_layout(replace(layout, exchange=name)))
+
+
 def estimate(s: Scenario) -> Estimate:
-    """Estimate one step: time by part, the physical limit, memory, and what users and the system get."""
+    """Estimate one step: time by part, the physical limit, memory, and what users and the system get.
+
+    The result's layout names the exchange that was taken, as the compiled program would take it for these rows.
+    """
+    s = _with_exchange(s)
     m, gpu, k, c, layout = s.model, s.gpu, s.kernels.overheads, s.constants, s.preset.layout
     load, w = _rows(s), Weights(s.model)
     network = Network(gpu, s.preset.topology, c, s.link)

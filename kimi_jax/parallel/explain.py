@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kimi_jax.config import ModelConfig
-from kimi_jax.parallel.exchange.all_to_all import used
+from kimi_jax.parallel.exchange_choice import used
 from kimi_jax.parallel.layout_rules import batch_dimensions, dimensions, drafter_dimensions
 from kimi_jax.parallel.messages import drafter_messages, forward_messages, head_messages, loop_messages
 from kimi_jax.parallel.placement import EMPTY, Placement

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kimi_jax.config import ModelConfig
-from kimi_jax.parallel.exchange.all_to_all import buffer_rows, used
+from kimi_jax.parallel.exchange_choice import buffer_rows, used
 from meshes.presets import Layout
 
 if TYPE_CHECKING:

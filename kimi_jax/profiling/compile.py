@@ -33,6 +33,7 @@ from kimi_jax.model.attention import LatentAttention
 from kimi_jax.model.moe import Experts, Router
 from kimi_jax.model.transformer import Transformer
 from kimi_jax.parallel import collectives
+from kimi_jax.parallel.exchange_choice import may_overflow, used
 from kimi_jax.parallel.sharding import REQUESTS, rules
 from kimi_jax.parameters import Declaration, Parameters, abstract, declarations
 from kimi_jax.profiling.assembler import Assembled, caught_output, read, with_shared_memory
@@ -138,6 +139,12 @@ class Case:
         return expert_slots(self.config.n_routed_experts, self.preset.layout.expert_ranks)
 
     @property
+    def exchange(self) -> str:
+        """What carries rows to experts on other ep ranks: the layout's, or what `auto` takes for these rows."""
+        rows, layout = self.device_requests * self.rows, self.preset.layout
+        return used(layout, rows, self.config.num_experts_per_tok, self.expert_slots)
+
+    @property
     def rows(self) -> int:
         """Rows the target runs for each request."""
         return self.prefill_chunk if self.program == "prefill" else self.budget + 1
@@ -221,7 +228,7 @@ def programs_of(case: Case, mesh: Mesh) -> Programs:
     layout = case.preset.layout
     return Programs(
         model, mesh, rules(layout), Sampling(), case.config.eos_token_ids, case.dtype, speculation,
-        exchange_may_overflow=layout.ep > 1 and layout.exchange in ("alltoall", "auto"),
+        exchange_may_overflow=may_overflow(layout),
     )  # fmt: skip
 
 

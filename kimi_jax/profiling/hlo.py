@@ -18,6 +18,9 @@ PARTS = (
 """In the order of a table; `other` is embedding, final norm, and what commits a round."""
 _SCOPES = {part: part for part in PARTS} | {"sampling": "head"}
 
+OVERFLOW = "overflow"
+"""Scope of the branch that an exchange takes in a step whose rows do not fit its buffers."""
+
 _ITEM_BITS = {
     "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "f16": 16, "bf16": 16, "s32": 32, "u32": 32,
     "f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "c128": 128,
@@ -87,10 +90,14 @@ class Instruction:
 
 def part_of(op_name: str) -> str:
     """The model part whose scope an operation stands in: the drafter keeps all its own, else the innermost counts."""
-    scopes = [re.sub(r"^\w+\((.*)\)$", r"\1", scope) for scope in op_name.split("/")]
+    scopes = _scopes(op_name)
     if "drafter" in scopes:
         return "drafter"
     return next((_SCOPES[scope] for scope in reversed(scopes) if scope in _SCOPES), "other")
+
+
+def _scopes(op_name: str) -> list[str]:
+    return [re.sub(r"^\w+\((.*)\)$", r"\1", scope) for scope in op_name.split("/")]
 
 
 @functools.lru_cache(maxsize=65536)
@@ -161,9 +168,13 @@ class Module:
 
     @functools.cached_property
     def _runs(self) -> dict[str, int]:
+        return self._count(with_overflow=False)
+
+    def _count(self, with_overflow: bool) -> dict[str, int]:
         """How often each computation that is not a fusion's or reducer's runs.
 
-        A loop of unknown length counts once, and so does every branch of a choice.
+        A loop of unknown length counts once, and so does every branch of a choice; but of an exchange with bounded
+        buffers only the usual branch, in which they hold all rows, unless overflow is asked for.
         """
         runs: dict[str, int] = {}
 
@@ -173,16 +184,29 @@ class Module:
                 if instruction.opcode in ("while", "call", "conditional", "async-start"):
                     known = re.search(r"known_trip_count\W+n\W+(\d+)", instruction.attributes)
                     for how, called in instruction.called():
+                        if instruction.opcode == "conditional" and not with_overflow and self._is_overflow(called):
+                            continue
                         visit(called, count * (int(known[1]) if known and how == "body" else 1))
 
         visit(self.entry, 1)
         return runs
 
+    def _is_overflow(self, branch: str) -> bool:
+        return any(OVERFLOW in _scopes(instruction.op_name) for instruction in self.computations[branch].values())
+
     def executed(self) -> Iterator[tuple[str, Instruction, int]]:
-        """Every instruction that the device is told to run, its computation, and how often (loops by trip count)."""
+        """Every instruction that the device is told to run, its computation, and how often (loops by trip count).
+
+        Those of a step whose rows do not fit an exchange's buffers are left out.
+        """
         for name, count in self._runs.items():
             for instruction in self.computations[name].values():
                 yield name, instruction, count
+
+    def reachable(self) -> Iterator[Instruction]:
+        """Every instruction that the device may be told to run, exchanges that overflow included."""
+        for name in self._count(with_overflow=True):
+            yield from self.computations[name].values()
 
     @functools.cached_property
     def arguments(self) -> dict[str, str]:

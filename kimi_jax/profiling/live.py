@@ -196,7 +196,7 @@ def part_seconds(trace: Path, module: Module, executions: int) -> dict[str, floa
         raise ValueError(f"{trace} holds no profiler trace")
     parts = {
         instruction.name: part_of(instruction.op_name)
-        for _, instruction, _ in module.executed()
+        for instruction in module.reachable()
         if instruction.opcode not in CONTROL  # it lasts as long as what it runs
     }
     nanoseconds: Counter[str] = Counter()

@@ -151,7 +151,7 @@ class Report:
         return {
             "program": case.program,
             "mesh": case.preset.name,
-            "layout": layout.axis_sizes | {"experts": layout.experts, "exchange": layout.exchange},
+            "layout": layout.axis_sizes | {"experts": layout.experts, "exchange": case.exchange},
             "gpu": case.gpu,
             "layers": case.config.num_hidden_layers,
             "requests": case.requests,

@@ -3,6 +3,7 @@
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from kimi_jax.profiling.compile import Case
 from kimi_jax.profiling.live import Live
 from kimi_jax.profiling.report import PartReport, Report
 from kimi_jax.profiling.traffic import Materialised
@@ -12,6 +13,7 @@ def show(report: Report) -> RenderableType:
     """Tables and notes."""
     notes = [
         report.verdict,
+        exchange_note(report.case),
         f"Routed experts: {report.touched_experts:.1f} a rank and layer when routing is uniform.",
         f"Dense weights are read {report.read_ratio:.2f} × once each. "
         f"The step moves {_bytes(moved(report.parts))}, {report.moved_ratio:.2f} × what it must.",
@@ -26,7 +28,18 @@ def show(report: Report) -> RenderableType:
         tables.append(_messages_table(report))
     if report.assembled:
         tables.append(_assembler_table(report))
-    return Group(report.case.title, *tables, *notes)
+    return Group(report.case.title, *tables, *filter(None, notes))
+
+
+def exchange_note(case: Case) -> str:
+    """What carries rows to experts, and what is left out of the figures; empty with one ep rank."""
+    if case.preset.layout.ep == 1:
+        return ""
+    rows = case.device_requests * case.rows
+    note = f"Exchange: {case.exchange} for {rows} row{'s' if rows > 1 else ''} a device"
+    if case.exchange != "alltoall":
+        return note + "."
+    return note + ", counted as where its buffers hold the rows due; a step that overflows them takes allgather."
 
 
 def moved(parts: tuple[PartReport, ...]) -> float:

@@ -18,11 +18,10 @@ from kimi_jax.parallel.exchange import (
     allgather,
     alltoall,
     auto,
-    buffer_rows,
     ragged,
     tensor,
 )
-from kimi_jax.parallel.exchange.all_to_all import chosen
+from kimi_jax.parallel.exchange_choice import buffer_rows, chosen
 from kimi_jax.parallel.placement import EMPTY, even_placement
 from kimi_jax.quantization import Int4Weight, dequantize, quantize
 from meshes.devices import build_mesh

@@ -35,7 +35,9 @@ def case_of(mesh: str, gpu: str, program: Program, budget: int, layers: int, siz
         config, drafter = reduced(config, drafter)
     # A cache of 1 MiB and more a layer even where all else is small: its copy would be seen.
     context, chunk = (2048, 32) if size == "reduced" else (8192, 512)
-    return Case(config, preset(mesh), gpu, 64, context, budget, drafter if budget else None, program, chunk)
+    machine = preset(mesh)
+    machine = machine.with_layout(dataclasses.replace(machine.layout, exchange="allgather"))
+    return Case(config, machine, gpu, 64, context, budget, drafter if budget else None, program, chunk)
 
 
 if __name__ == "__main__":

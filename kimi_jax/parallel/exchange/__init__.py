@@ -6,7 +6,7 @@ the rows that are due, on GPUs. `tensor` is for experts cut along their width, w
 """
 
 from kimi_jax.parallel.exchange.all_gather import allgather
-from kimi_jax.parallel.exchange.all_to_all import alltoall, auto, buffer_rows
+from kimi_jax.parallel.exchange.all_to_all import alltoall, auto
 from kimi_jax.parallel.exchange.base import Exchange, LocalExperts, gather_together
 from kimi_jax.parallel.exchange.expert_width import tensor
 from kimi_jax.parallel.exchange.ragged_all_to_all import ragged
@@ -27,7 +27,6 @@ __all__ = [
     "allgather",
     "alltoall",
     "auto",
-    "buffer_rows",
     "gather_together",
     "ragged",
     "tensor",

@@ -1,0 +1,71 @@
+"""Which exchange carries a step's rows, and how large its buffers are: from sizes alone, and without jax.
+
+Everything that has to know asks here: the compiled exchange, the lists of messages, the profiler's reports and the
+estimator.
+"""
+
+import functools
+import math
+
+import numpy as np
+
+from meshes.presets import Layout
+
+IMBALANCE = 1.5
+"""How much more than its even share of the choices a rank is given room for: max over mean of balanced placements is
+1.0 to 1.3 for 64 ranks, of the public measurements with expert replicas 1.11 (docs/parallel.md)."""
+OVERFLOW_PROBABILITY = 1e-4
+"""Of any buffer of a layer overflowing in a step, for rows that choose independently and as unevenly as that."""
+
+
+@functools.lru_cache
+def buffer_rows(
+    rows: int,
+    top_k: int,
+    num_slots: int,
+    num_local: int,
+    peers: int,
+    *,
+    imbalance: float = IMBALANCE,
+    probability: float = OVERFLOW_PROBABILITY,
+) -> int:
+    """Rows of the buffer from one rank to one other, at most `rows`: then none can overflow.
+
+    A row needs a rank when any of its top_k distinct choices lies there, which for even choices among all slots has
+    the hypergeometric probability 1 − Π_{i<top_k} (num_slots − num_local − i) / (num_slots − i). With that scaled by
+    `imbalance`, the rows due to a rank are binomial; the result is the least number that they exceed with a
+    probability below `probability` / peers², as there are that many buffers.
+    """
+    missed = math.prod(max(num_slots - num_local - i, 0) / (num_slots - i) for i in range(min(top_k, num_slots)))
+    needed = min(1.0, imbalance * (1 - missed))
+    if needed >= 1 or rows <= 1:
+        return rows
+    counts = np.arange(rows + 1)
+    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, rows + 1)))])
+    log_choose = log_factorial[rows] - log_factorial - log_factorial[::-1]
+    mass = np.exp(log_choose + counts * math.log(needed) + (rows - counts) * math.log1p(-needed))
+    exceeded = np.cumsum(mass[::-1])[::-1] - mass  # of more than `counts`
+    return max(1, int(np.argmax(exceeded < probability / peers**2)))
+
+
+def chosen(rows: int, top_k: int, num_slots: int, num_local: int, peers: int) -> str:
+    """What `auto` takes: `alltoall` where its buffers at most halve the rows that travel, else `allgather`.
+
+    Both are two messages; the first carries `buffer_rows` to each peer and the second all `rows`. Short of a half the
+    sorting into buffers and the overflow are not worth it.
+    """
+    if peers == 1:
+        return "allgather"
+    return "alltoall" if 2 * buffer_rows(rows, top_k, num_slots, num_local, peers) <= rows else "allgather"
+
+
+def used(layout: Layout, rows: int, top_k: int, num_slots: int) -> str:
+    """The backend that carries a step of `rows` rows a device: the layout's, or what `auto` takes."""
+    if layout.exchange != "auto":
+        return layout.exchange
+    return chosen(rows, top_k, num_slots, num_slots // layout.expert_ranks, layout.ep)
+
+
+def may_overflow(layout: Layout) -> bool:
+    """Whether steps of some size go through buffers that can overflow."""
+    return layout.ep > 1 and layout.exchange in ("alltoall", "auto")
