@@ -8,10 +8,13 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from kimi_jax.checkpoint import huggingface, orbax, writer
+from kimi_jax.checkpoint import huggingface, writer
 from kimi_jax.checkpoint.huggingface import Counter, Progress
 from kimi_jax.checkpoint.plan import plan
 from kimi_jax.checkpoint.safetensors import open_checkpoint
+from kimi_jax.checkpoint.sharded.manifest import copyable_files, parts, read_json
+from kimi_jax.checkpoint.sharded.reader import Reader
+from kimi_jax.checkpoint.sharded.writer import Writer
 from kimi_jax.parallel.placement import SlotExperts
 
 
@@ -57,10 +60,10 @@ def to_orbax(
     process = jax.process_index()
     arrays = {array.declaration.path: array for array in matched.local(process)}
     count = Counter(progress, matched.read_bytes(process))
-    extra_files = orbax.copyable_files(source)
+    extra_files = copyable_files(source)
     slots = range(num_experts) if slot_experts is None else slot_experts
-    with orbax.Writer(target, module, dtype=dtype, slot_experts=slots, extra_files=extra_files) as sharded:
-        for part, declarations in orbax.parts(module, dtype).items():
+    with Writer(target, module, dtype=dtype, slot_experts=slots, extra_files=extra_files) as sharded:
+        for part, declarations in parts(module, dtype).items():
             needed = sorted((arrays[d.path] for d in declarations), key=lambda array: array.position())
             sharded.add(part, huggingface.read_arrays(needed, count, workers))
 
@@ -80,17 +83,17 @@ def to_huggingface(
     Memory: a layer's arrays. Arguments as for `to_orbax`; the weights keep the type they were stored with.
 
     Raises:
-      CheckpointError: as `orbax.restore`; the target is in use.
+      CheckpointError: as `sharded.reader.restore`; the target is in use.
     """
     source = Path(source)
-    reader = orbax.Reader(source, _one_device(), _Whole(), workers)
+    reader = Reader(source, _one_device(), _Whole(), workers)
     dtype = reader.manifest.dtype
-    grouped = orbax.parts(module, dtype)
+    grouped = parts(module, dtype)
     everything = [d for declarations in grouped.values() for d in declarations]
     reader.check(everything)
     count = Counter(progress, sum(map(reader.local_bytes, everything)))
-    extra_files = [path for path in orbax.copyable_files(source) if path.name != "config.json"]
-    config_json = orbax.read_json(source / "config.json")
+    extra_files = [path for path in copyable_files(source) if path.name != "config.json"]
+    config_json = read_json(source / "config.json")
     with writer.Writer(
         target, module, config_json, config_prefix, dtype=dtype, num_experts=num_experts, extra_files=extra_files
     ) as layout:

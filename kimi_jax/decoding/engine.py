@@ -12,7 +12,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from kimi_jax.checkpoint import huggingface, orbax
+from kimi_jax.checkpoint import huggingface
+from kimi_jax.checkpoint.sharded.manifest import is_sharded, read_manifest
+from kimi_jax.checkpoint.sharded.reader import restore
 from kimi_jax.config import ModelConfig
 from kimi_jax.ddtree.budget import ROW_COUNTS, CostTable
 from kimi_jax.decoding.generate import Limits, Progress, generate
@@ -29,6 +31,7 @@ from kimi_jax.model.transformer import CausalLM
 from kimi_jax.parallel import layout_rules
 from kimi_jax.parallel.eplb import load_placements
 from kimi_jax.parallel.exchange import BACKENDS
+from kimi_jax.parallel.exchange_choice import may_overflow
 from kimi_jax.parallel.host_arrays import require_agreement
 from kimi_jax.parallel.placement import EMPTY, Placement, even_placement, slots_of_layer
 from kimi_jax.parallel.processes import Watchdog
@@ -120,7 +123,7 @@ class Engine:
             self._programs[key] = Programs(
                 self.model, self.mesh, self.rules, sampling, self.stop_ids, self.dtype, speculation,
                 experts_move=self.rebalancer is not None,
-                exchange_may_overflow=self.layout.ep > 1 and self.layout.exchange in ("alltoall", "auto"),
+                exchange_may_overflow=may_overflow(self.layout),
             )  # fmt: skip
         return self._programs[key]
 
@@ -237,9 +240,9 @@ def placements_of(
     experts, ranks = config.n_routed_experts, layout.expert_ranks
     if file is not None:
         return load_placements(file, layers=config.num_moe_layers, num_experts=experts, ranks=ranks)
-    if not orbax.is_sharded(checkpoint):
+    if not is_sharded(checkpoint):
         return None
-    stored = orbax.read_manifest(checkpoint).slot_experts
+    stored = read_manifest(checkpoint).slot_experts
     each = [slots_of_layer(stored, (layer,)) for layer in range(config.first_k_dense_replace, config.num_hidden_layers)]
     spare = expert_slots(experts, ranks)
     fits = all(len(slots) == len(each[0]) == (spare if EMPTY in slots else len(slots)) for slots in each)
@@ -275,8 +278,8 @@ def open_checkpoint(
         layout_rules.check(config, layout, DrafterConfig.from_json(drafter))
         module, parameters["drafter"] = load_drafter(drafter, config, mesh, places, dtype=dtype)
     slots = model.slot_experts
-    if orbax.is_sharded(checkpoint):
-        parameters["target"] = orbax.restore(
+    if is_sharded(checkpoint):
+        parameters["target"] = restore(
             checkpoint, model, mesh, places, dtype=dtype, slot_experts=slots, progress=progress, workers=workers
         )
     else:

@@ -12,7 +12,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from rich.console import Console
 
-from kimi_jax.checkpoint import orbax, safetensors, writer
+from kimi_jax.checkpoint import safetensors, writer
+from kimi_jax.checkpoint.sharded.manifest import copyable_files
+from kimi_jax.checkpoint.sharded.reader import Reader
+from kimi_jax.checkpoint.sharded.writer import save
 from kimi_jax.cli import EngineOptions, errors_in_one_line, open_engine
 from kimi_jax.decoding.engine import Draft, Engine, open_checkpoint
 from kimi_jax.decoding.generate import Limits
@@ -56,7 +59,7 @@ def checkpoints(mesh: jax.sharding.Mesh, folder: Path) -> dict:
     """Reads the checkpoint, writes it in both forms and reads the sharded one; tells what was read and what it is."""
     ranges: list[tuple[str, int, int]] = []
     chunks: list[tuple[str, list[int]]] = []
-    read_into, fill = safetensors.Files.read_into, orbax.Reader._fill
+    read_into, fill = safetensors.Files.read_into, Reader._fill
 
     def recording_read(self, tensor, offset, target):
         ranges.append((tensor.name, offset, offset + target.nbytes))
@@ -66,13 +69,13 @@ def checkpoints(mesh: jax.sharding.Mesh, folder: Path) -> dict:
         chunks.append((name, list(chunk)))
         fill(self, store, name, stored, chunk, targets)
 
-    safetensors.Files.read_into, orbax.Reader._fill = recording_read, recording_fill
+    safetensors.Files.read_into, Reader._fill = recording_read, recording_fill
     engine = read(CHECKPOINT, mesh)
     slots = engine.model.slot_experts
     own = engine.parameters["target"]
-    orbax.save(
+    save(
         folder / "sharded", own, engine.model, dtype="bfloat16", slot_experts=slots,
-        extra_files=orbax.copyable_files(CHECKPOINT),
+        extra_files=copyable_files(CHECKPOINT),
     )  # fmt: skip
     writer.save(
         folder / "written", own, engine.model, {}, engine.config.key_prefix, dtype="bfloat16",

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from kimi_jax.checkpoint import orbax
 from kimi_jax.checkpoint.convert import to_orbax
+from kimi_jax.checkpoint.sharded.manifest import read_manifest
 from kimi_jax.decoding.engine import Draft, Engine, open_checkpoint
 from kimi_jax.decoding.generate import Limits, prefill
 from kimi_jax.decoding.rebalance import Rebalancer, fetch_slots, source_slots
@@ -69,7 +69,7 @@ def test_a_sharded_checkpoint_carries_its_placement(engine, tmp_path):
         CHECKPOINT, tmp_path / "out", model, engine.config.key_prefix,
         num_experts=EXPERTS, dtype="bfloat16", slot_experts=model.slot_experts,
     )  # fmt: skip
-    assert orbax.read_manifest(tmp_path / "out").slot_experts == model.slot_experts
+    assert read_manifest(tmp_path / "out").slot_experts == model.slot_experts
     again = open_tiny(checkpoint=tmp_path / "out")
     assert again.model.slot_experts == engine.model.slot_experts
     jax.tree.map(np.testing.assert_array_equal, again.parameters["target"], engine.parameters["target"])

@@ -12,8 +12,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 from kimi_jax.checkpoint import convert as conversion
-from kimi_jax.checkpoint import orbax
 from kimi_jax.checkpoint.errors import CheckpointError
+from kimi_jax.checkpoint.sharded import reader
+from kimi_jax.checkpoint.sharded.manifest import parts, read_manifest
+from kimi_jax.checkpoint.sharded.writer import save
 from kimi_jax.checkpoint.writer import leaf
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.transformer import CausalLM
@@ -38,7 +40,7 @@ def to_orbax(checkpoint, target, **options):
 def restore(directory, checkpoint, mesh, rules=RULES, placement=None, dtype=jnp.bfloat16, **options):
     placement = placement or even_placement(16, 1)
     module = checkpoint.module(placement)
-    return orbax.restore(
+    return reader.restore(
         directory, module, mesh, rules, dtype=dtype, slot_experts=placement.slot_experts, **options
     )  # fmt: skip
 
@@ -88,8 +90,8 @@ def test_saved_from_one_mesh_and_placement_restored_onto_another(tiny, make_mesh
     """As training or a rebalancing leaves them; the placement can be read back."""
     mesh = make_mesh(*axes)
     parameters, module = tiny.load(mesh, rules, placement), tiny.module(placement)
-    orbax.save(tmp_path / "out", parameters, module, dtype=jnp.bfloat16, slot_experts=placement.slot_experts)
-    assert orbax.read_manifest(tmp_path / "out").slot_experts == placement.slot_experts
+    save(tmp_path / "out", parameters, module, dtype=jnp.bfloat16, slot_experts=placement.slot_experts)
+    assert read_manifest(tmp_path / "out").slot_experts == placement.slot_experts
     assert_same(restore(tmp_path / "out", tiny, mesh, rules, placement), parameters)
     other, spread = make_mesh(1, 3, 4), even_placement(16, 12)
     assert_same(restore(tmp_path / "out", tiny, other, RULES, spread), tiny.load(other, RULES, spread))
@@ -109,7 +111,7 @@ def test_parts_are_ordinary_orbax_checkpoints(tiny, converted):
 
 def test_chunks_are_experts(converted):
     """A process reads the experts it holds and no others."""
-    stored = orbax.read_manifest(converted).arrays["model.layers.1.mlp.experts.down_proj.packed"]
+    stored = read_manifest(converted).arrays["model.layers.1.mlp.experts.down_proj.packed"]
     assert stored.shape == (16, 128, 32)
     assert stored.chunk == (1, 128, 32)
 
@@ -133,7 +135,7 @@ def test_conversion_holds_one_layer_at_a_time(tiny, tmp_path):
     to_orbax(tiny, tmp_path / "warm")
     config_part = {
         part: sum(np.prod(d.shape) * d.dtype.itemsize for d in held)
-        for part, held in orbax.parts(tiny.module(), jnp.bfloat16).items()
+        for part, held in parts(tiny.module(), jnp.bfloat16).items()
     }
     tracemalloc.start()
     try:
@@ -267,7 +269,7 @@ def test_convert_commands(tiny, convert, tmp_path, capsys):
             checkpoint=tiny.directory, output=tmp_path / "sharded", placement=tmp_path / "placement.json"
         )
     )
-    held = orbax.read_manifest(tmp_path / "sharded").slot_experts
+    held = read_manifest(tmp_path / "sharded").slot_experts
     assert list(held.values()) == [placement.slot_experts for placement in placements]
     convert.run_to_hf(convert.ConvertOptions(checkpoint=tmp_path / "sharded", output=tmp_path / "hf"))
     written = type(tiny)(tmp_path / "hf").tensors()
