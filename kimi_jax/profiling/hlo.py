@@ -135,6 +135,27 @@ def _instruction(line: str) -> Instruction | None:
     )  # fmt: skip
 
 
+def _inherit_scopes(computation: dict[str, Instruction]) -> None:
+    """Gives an instruction without a name that of what it reads, else of what reads it.
+
+    XLA's CPU compiler drops the metadata of every matrix product that it rewrites.
+    """
+    names = {i.name: i.op_name for i in computation.values() if i.opcode not in ("parameter", "tuple", "while")}
+    for instruction in computation.values():
+        if names.get(instruction.name) == "":
+            read = (names.get(operand, "") for operand in instruction.operands)
+            names[instruction.name] = next((name for name in read if part_of(name) != "other"), "")
+    for instruction in reversed(computation.values()):
+        for operand in instruction.operands:
+            if names.get(operand) == "":
+                names[operand] = names.get(instruction.name, "")
+    for name, op_name in names.items():
+        instruction = computation[name]
+        if op_name != instruction.op_name:
+            attributes = f'{instruction.attributes}, metadata={{op_name="{op_name}"}}'
+            computation[name] = dataclasses.replace(instruction, attributes=attributes)
+
+
 class Module:
     """A compiled program's computations.
 
@@ -156,6 +177,8 @@ class Module:
                 current[instruction.name] = instruction
         if not self.entry:
             raise ValueError("the text holds no ENTRY computation: is it a compiled program's as_text()?")
+        for computation in self.computations.values():
+            _inherit_scopes(computation)
 
     @functools.cached_property
     def _callers(self) -> dict[str, list[tuple[str, Instruction, str]]]:
