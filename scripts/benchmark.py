@@ -104,13 +104,13 @@ def _speeds(options: SpeculationOptions, with_peers: bool) -> None:
             print(json.dumps(record(name, f"{len(prompts)} prompts, batch 1; {opened.where}", rows)))
             return
         table = Table(title=f"{len(prompts)} prompts, batch 1, {options.repeats} repeats; {opened.where}")
-        for name in ("decoder", "budget", "tokens/s", "±", "tokens a round", "speed-up", "same text"):
+        for name in ("decoder", "budget", "tokens/s", "±", "tokens a round", "round costs", "speed-up", "same text"):
             table.add_column(name, justify="left" if name == "decoder" else "right")
         for each in rows:
             table.add_row(
                 each["decoder"], str(each["budget"] or ""), f"{each['tokens_per_second_median']:.1f}",
-                f"{each['spread']:.0%}", f"{each['acceptance_length']:.2f}", f"{each['speed_up']:.2f}×",
-                "yes" if each["same_text"] else "NO",
+                f"{each['spread']:.0%}", f"{each['acceptance_length']:.2f}", f"{each['round_cost']:.2f}×",
+                f"{each['speed_up']:.2f}×", "yes" if each["same_text"] else "NO",
             )  # fmt: skip
         table_console().print(table)
 

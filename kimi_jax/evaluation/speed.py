@@ -39,13 +39,14 @@ class Speed:
 
 
 def row(speed: Speed, base: Speed) -> dict[str, Any]:
-    """One line of a table, beside the decoder that counts as 1."""
+    """One line of a table, beside the decoder that counts as 1; `round_cost` is a round's time over one of its."""
     return {
         "decoder": speed.decoder,
         "budget": speed.budget,
         "tokens_per_second_median": round(speed.median, 1),
         "spread": round(speed.spread, 3),
         "acceptance_length": round(speed.acceptance_length, 3),
+        "round_cost": round(speed.acceptance_length / speed.median * base.median / base.acceptance_length, 2),
         "speed_up": round(speed.median / base.median, 2),
         "same_text": speed.texts == base.texts,
     }

@@ -44,7 +44,8 @@ def test_rows_are_ratios_to_the_base():
     fast = Speed("ddtree", 16, [45.0], 6.5, [[1, 3]])
     assert row(base, base) == {
         "decoder": "transformers", "budget": None, "tokens_per_second_median": 10.0, "spread": 0.2,
-        "acceptance_length": 1.0, "speed_up": 1.0, "same_text": True,
+        "acceptance_length": 1.0, "round_cost": 1.0, "speed_up": 1.0, "same_text": True,
     }  # fmt: skip
     assert row(fast, base)["speed_up"] == 4.5
+    assert row(fast, base)["round_cost"] == 1.44  # 6.5 tokens in the time of 1.44 of its tokens: 6.5 / 4.5
     assert row(fast, base)["same_text"] is False
