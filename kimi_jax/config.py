@@ -8,9 +8,9 @@ checkpoint's keys begin with `language_model.`.
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 TEXT_MODEL_TYPES = ("kimi_k2", "deepseek_v3")
 
@@ -99,26 +99,14 @@ class ModelConfig:
         Raises:
           ConfigError: naming the file and the field that is missing, unknown or unsupported.
         """
-        path = Path(path)
-        path = path if path.suffix == ".json" else path / "config.json"
-        try:
-            raw = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: no such file; a checkpoint directory holds a config.json") from None
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}: not valid JSON ({error}); was the download complete?") from None
-        try:
-            return cls.from_dict(raw)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
+        return read_config(path, "a checkpoint directory", cls.from_dict)
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
         """Builds the configuration from a parsed config.json. Raises ConfigError as `from_json` does."""
-        if not isinstance(raw, Mapping):
-            raise ConfigError("expected a JSON object at the top level")
+        raw = as_object(raw, "the file")
         nested = "text_config" in raw
-        text = raw["text_config"] if nested else raw
+        text = as_object(raw["text_config"], "text_config") if nested else raw
         model_type = _field(text, "model_type", str)
         if model_type not in TEXT_MODEL_TYPES:
             raise ConfigError(f"model_type {model_type!r} is not supported; known are {', '.join(TEXT_MODEL_TYPES)}")
@@ -139,19 +127,55 @@ class ModelConfig:
             raise ConfigError("num_experts_per_tok exceeds n_routed_experts")
         if sizes["qk_rope_head_dim"] % 2:
             raise ConfigError(f"qk_rope_head_dim is {sizes['qk_rope_head_dim']}; rope turns pairs, so it must be even")
-        parameters = text.get("rope_parameters") or {}
-        rope_theta = float(_field({**parameters, **text} if parameters else text, "rope_theta", (int, float)))
+        parameters = object_field(text, "rope_parameters")
         return cls(
             **sizes,
-            routed_scaling_factor=float(_field(text, "routed_scaling_factor", (int, float))),
-            rms_norm_eps=float(_field(text, "rms_norm_eps", (int, float))),
-            rope_theta=rope_theta,
-            yarn=_yarn(text.get("rope_scaling") or parameters or None),
+            routed_scaling_factor=_number(text, "routed_scaling_factor"),
+            rms_norm_eps=_number(text, "rms_norm_eps"),
+            rope_theta=_number({**parameters, **text}, "rope_theta"),
+            yarn=_yarn(object_field(text, "rope_scaling") or parameters),
             eos_token_ids=_eos_token_ids(raw, text),
             quantization_group_size=_quantization_group_size(raw, text, sizes),
             key_prefix="language_model." if nested else "",
-            latent_norm_eps=float(text.get("latent_norm_eps", 1e-6)),
+            latent_norm_eps=_number({"latent_norm_eps": 1e-6, **text}, "latent_norm_eps"),
         )
+
+
+def read_config[Config](path: str | Path, where: str, parse: Callable[[Any], Config]) -> Config:
+    """Parses a config.json, or the one in a folder. Raises ConfigError naming the file; `where` says what holds one."""
+    path = Path(path)
+    path = path if path.suffix == ".json" else path / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; {where} holds a config.json") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid JSON ({error}); was the download complete?") from None
+    try:
+        return parse(raw)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def as_object(value: object, name: str) -> Mapping[str, Any]:
+    """A value of a configuration that must be a JSON object. Raises ConfigError naming it."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} is {value!r}; expected a JSON object")
+    return cast("Mapping[str, Any]", value)
+
+
+def object_field(source: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """An object that may be missing or null."""
+    return as_object(source.get(name) or {}, name)
+
+
+def _number(source: Mapping[str, Any], name: str) -> float:
+    value = float(_field(source, name, (int, float)))
+    if not math.isfinite(value):
+        raise ConfigError(f"{name} is {value}; it must be finite")
+    return value
 
 
 def _field(source: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
@@ -187,36 +211,38 @@ def _require_supported(raw: Mapping[str, Any], text: Mapping[str, Any]) -> None:
         raise ConfigError("num_nextn_predict_layers is not 0; multi-token prediction layers are not supported")
 
 
-def _yarn(scaling: Mapping[str, Any] | None) -> Yarn | None:
-    kind = None if scaling is None else scaling.get("rope_type", scaling.get("type"))
-    if scaling is None or kind == "default":
+def _yarn(scaling: Mapping[str, Any]) -> Yarn | None:
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if not scaling or kind == "default":
         return None
     if kind != "yarn":
         raise ConfigError(f"rope_scaling type {kind!r} is not supported; known are 'yarn' and null")
-    number = (int, float)
     return Yarn(
-        factor=float(_field(scaling, "factor", number)),
+        factor=_number(scaling, "factor"),
         original_max_position_embeddings=_field(scaling, "original_max_position_embeddings", int),
-        beta_fast=float(_field(scaling, "beta_fast", number)),
-        beta_slow=float(_field(scaling, "beta_slow", number)),
-        mscale=float(_field(scaling, "mscale", number)),
-        mscale_all_dim=float(_field(scaling, "mscale_all_dim", number)),
+        beta_fast=_number(scaling, "beta_fast"),
+        beta_slow=_number(scaling, "beta_slow"),
+        mscale=_number(scaling, "mscale"),
+        mscale_all_dim=_number(scaling, "mscale_all_dim"),
     )
 
 
 def _eos_token_ids(raw: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[int, ...]:
     """The ids config.json names; the tokenizer adds its own `eos_token` and <|im_end|> (see `decoding`)."""
-    named: list[int] = []
+    named: set[int] = set()
     for source in (raw, text):
         value = source.get("eos_token_id")
-        named += value if isinstance(value, list) else [] if value is None else [value]
+        ids = cast("list[Any]", value if isinstance(value, list) else [] if value is None else [value])
+        if not all(type(each) is int and each >= 0 for each in ids):
+            raise ConfigError(f"eos_token_id is {value!r}; expected a token id or a list of them")
+        named.update(ids)
     if not named:
         raise ConfigError("eos_token_id is missing")
-    return tuple(sorted(set(named)))
+    return tuple(sorted(named))
 
 
 def _quantization_group_size(raw: Mapping[str, Any], text: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
-    quantization = text.get("quantization_config") or raw.get("quantization_config")
+    quantization = object_field(text, "quantization_config") or object_field(raw, "quantization_config")
     if not quantization:
         raise ConfigError("quantization_config is missing; routed experts must be INT4 (compressed-tensors)")
     if quantization.get("quant_method") != "compressed-tensors" or quantization.get("format") != "pack-quantized":
@@ -224,10 +250,11 @@ def _quantization_group_size(raw: Mapping[str, Any], text: Mapping[str, Any], si
             f"quantization_config is {quantization.get('quant_method')!r} / {quantization.get('format')!r}; "
             "only compressed-tensors / pack-quantized is supported"
         )
-    groups = quantization.get("config_groups") or {}
+    groups = object_field(quantization, "config_groups")
     if len(groups) != 1:
         raise ConfigError(f"quantization_config has {len(groups)} config_groups; exactly one is supported")
-    weights = next(iter(groups.values())).get("weights") or {}
+    ((group, settings),) = groups.items()
+    weights = object_field(as_object(settings, group), "weights")
     for name, wanted in {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}.items():
         if weights.get(name) != wanted:
             raise ConfigError(f"quantization {name} is {weights.get(name)!r}; only {wanted!r} is supported")

@@ -1,6 +1,8 @@
 """Configurations of the family are read, and what the model does not implement is refused by name."""
 
+import contextlib
 import copy
+import functools
 import json
 import math
 from pathlib import Path
@@ -124,6 +126,46 @@ def test_unsupported_quantisation_is_refused_by_name(field, value):
         ModelConfig.from_dict(raw)
 
 
+WRONG = (None, "x", [], ["x"], {}, {"a": 1}, {"a": {}}, True, -1, 3.5, float("nan"), float("inf"), 10**30)
+
+
+def fields(value, path=()):
+    """Paths of all fields of a configuration, at any depth."""
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        yield (*path, name)
+        yield from fields(inner, (*path, name))
+
+
+@pytest.mark.parametrize("path", fields(REAL), ids=".".join)
+def test_whatever_stands_in_a_field_is_read_or_refused(path):
+    """A damaged or foreign file is a ConfigError, never a TypeError from within."""
+    for value in WRONG:
+        raw = copy.deepcopy(REAL)
+        holder = functools.reduce(lambda found, name: found[name], path[:-1], raw)
+        holder[path[-1]] = value
+        with contextlib.suppress(ConfigError):
+            ModelConfig.from_dict(raw)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("text_config",), "x", "text_config is 'x'; expected a JSON object"),
+        (("text_config", "rope_scaling"), [1], r"rope_scaling is \[1\]; expected a JSON object"),
+        (("text_config", "quantization_config"), 4, "quantization_config is 4; expected a JSON object"),
+        (("text_config", "quantization_config", "config_groups"), ["x"], "config_groups is .*; expected a JSON object"),
+        (("text_config", "quantization_config", "config_groups", "group_0"), None, "group_0 is None; expected a JSON"),
+        (("text_config", "eos_token_id"), "[EOS]", r"eos_token_id is '\[EOS\]'; expected a token id or a list"),
+        (("text_config", "rms_norm_eps"), float("nan"), "rms_norm_eps is nan; it must be finite"),
+    ],
+)
+def test_a_field_of_the_wrong_kind_is_named_with_what_is_expected(path, value, message):
+    raw = copy.deepcopy(REAL)
+    functools.reduce(lambda found, name: found[name], path[:-1], raw)[path[-1]] = value
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_dict(raw)
+
+
 def test_files_that_are_no_configuration(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         ModelConfig.from_json(tmp_path)
@@ -131,5 +173,15 @@ def test_files_that_are_no_configuration(tmp_path):
     with pytest.raises(ConfigError, match="not valid JSON"):
         ModelConfig.from_json(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ConfigError, match="JSON object"):
+    with pytest.raises(ConfigError, match=r"config.json: the file is \[\]; expected a JSON object"):
+        ModelConfig.from_json(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\x80\x81")
+    with pytest.raises(ConfigError, match=r"config.json: not valid JSON .*; was the download complete"):
+        ModelConfig.from_json(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"config.json: not valid JSON"):
+        ModelConfig.from_json(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ConfigError, match=r"config.json: cannot be read \(Is a directory\)"):
         ModelConfig.from_json(tmp_path)

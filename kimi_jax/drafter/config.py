@@ -5,13 +5,13 @@ as in the reference package `dflash` 0.1.0.
 """
 
 import dataclasses
-import json
+import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from kimi_jax.config import ConfigError, ModelConfig, Yarn
+from kimi_jax.config import ConfigError, ModelConfig, Yarn, as_object, object_field, read_config
 
 LayerType = Literal["full_attention", "sliding_attention"]
 DEFAULT_DRAFT_WINDOW = 4096
@@ -74,18 +74,8 @@ class DrafterConfig:
         Raises:
           ConfigError: naming the file and the field that is missing, unknown or unsupported.
         """
-        path = Path(path)
-        path = path / "config.json" if path.is_dir() else path
-        try:
-            raw = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: no such file; a drafter's folder holds a config.json") from None
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}: not valid JSON ({error}); was the download complete?") from None
-        try:
-            return cls.from_dict(raw, draft_window=draft_window, attention_factor=attention_factor)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
+        parse = functools.partial(cls.from_dict, draft_window=draft_window, attention_factor=attention_factor)
+        return read_config(path, "a drafter's folder", parse)
 
     @classmethod
     def from_dict(
@@ -106,9 +96,8 @@ class DrafterConfig:
         Raises:
           ConfigError: naming the field.
         """
-        if not isinstance(raw, Mapping):
-            raise ConfigError("expected a JSON object at the top level")
-        fields = _Fields({**raw, **_mapping(raw, "dflash_config")})
+        raw = as_object(raw, "the file")
+        fields = _Fields({**raw, **object_field(raw, "dflash_config")})
         _require_supported(fields.values)
         layers, heads = fields.positive("num_hidden_layers"), fields.positive("num_attention_heads")
         hidden, target_layers = fields.positive("hidden_size"), fields.positive("num_target_layers")
@@ -126,7 +115,7 @@ class DrafterConfig:
         vocab = fields.positive("vocab_size")
         yarn, factor = _rope_scaling(fields.values)
         layer_types, sliding_window = _layer_types(fields, layers)
-        rope = _mapping(fields.values, "rope_parameters")
+        rope = object_field(fields.values, "rope_parameters")
         return cls(
             vocab_size=vocab,
             hidden_size=hidden,
@@ -207,13 +196,6 @@ class _Fields:
         return value
 
 
-def _mapping(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = raw.get(name) or {}
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{name} is {value!r}; expected an object")
-    return value
-
-
 def _require_supported(fields: Mapping[str, Any]) -> None:
     """Refuses variants that would compute something else than what is implemented here."""
     accepted: dict[str, tuple[Any, ...]] = {
@@ -265,7 +247,7 @@ def _layer_types(fields: _Fields, layers: int) -> tuple[tuple[LayerType, ...], i
 
 def _rope_scaling(fields: Mapping[str, Any]) -> tuple[Yarn | None, float]:
     """Frequencies, and the factor on cos and sin as transformers 5 computes it."""
-    scaling = _mapping(fields, "rope_scaling") or _mapping(fields, "rope_parameters")
+    scaling = object_field(fields, "rope_scaling") or object_field(fields, "rope_parameters")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return None, 1.0
