@@ -39,9 +39,12 @@ def read_prompts(path: Path) -> list[Prompt]:
     A JSON line is `{"messages": […], "tools": […]}`, `tools` being optional, or a list of messages alone.
 
     Raises:
-      PromptError: a line that is neither, or a file without prompts.
+      PromptError: a line that is neither, or a file without prompts or in another encoding than UTF-8.
     """
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{path}: not UTF-8 text ({error})") from None
     parse = _from_json if path.suffix == ".jsonl" else lambda line, where: Prompt.of(line)
     prompts = [parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
@@ -52,7 +55,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 def _from_json(line: str, where: str) -> Prompt:
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise PromptError(f"{where}: not JSON ({error}); a .jsonl file has one conversation a line") from None
     if isinstance(value, list):
         value = {"messages": value}
@@ -60,7 +63,10 @@ def _from_json(line: str, where: str) -> Prompt:
         raise PromptError(f'{where}: expected {{"messages": […]}} with at least one message')
     if not all(isinstance(message, dict) for message in value["messages"]):
         raise PromptError(f"{where}: every message is a JSON object with role and content")
-    return Prompt(tuple(value["messages"]), tuple(value.get("tools") or ()))
+    tools = value.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise PromptError(f"{where}: tools is a list of JSON objects, each with type and function")
+    return Prompt(tuple(value["messages"]), tuple(tools))
 
 
 def encode(

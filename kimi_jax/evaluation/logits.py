@@ -20,7 +20,7 @@ def read_ids(path: Path, vocab_size: int) -> list[list[int]]:
     """A JSON list of id lists of equal length. Raises InputError naming the file and the list that does not fit."""
     try:
         value: Any = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not JSON ({error})") from None
     if not isinstance(value, list) or not value or not all(isinstance(ids, list) and ids for ids in value):
         raise InputError(f"{path}: expected a list of non-empty lists of token ids")

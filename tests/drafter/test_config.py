@@ -121,6 +121,8 @@ def dflash(**changes) -> dict:
         (KIMI | {"num_attention_heads": True}, "num_attention_heads is True"),
         (KIMI | {"num_key_value_heads": 7}, "num_key_value_heads 7 does not divide"),
         (KIMI | {"head_dim": 127}, "head_dim is 127"),
+        (KIMI | {"dflash_config": [1]}, r"dflash_config is \[1\]; expected a JSON object"),
+        ([KIMI], r"the file is .*; expected a JSON object"),
         (KIMI | {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         (KIMI | {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         (KIMI | {"attention_bias": True}, "attention_bias is True"),
