@@ -1,7 +1,6 @@
 """The whole model with every exchange, against transformers' logits in float32 (tolerance as in tests/model)."""
 
 import dataclasses
-import zlib
 from pathlib import Path
 
 import jax
@@ -15,13 +14,14 @@ from kimi_jax.decoding.generate import Limits
 from kimi_jax.decoding.report import Report
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.model.cache import empty_cache
-from kimi_jax.model.transformer import CausalLM, causal_rows
+from kimi_jax.model.transformer import causal_rows
 from kimi_jax.parallel.collectives import all_gather
 from kimi_jax.parallel.exchange import all_to_all
 from kimi_jax.parallel.sharding import REQUESTS, rules
-from kimi_jax.parameters import bind, declarations, from_leaves, specs
+from kimi_jax.parameters import bind, specs
 from meshes.devices import build_mesh
 from meshes.presets import Layout, preset
+from tests.parallel.random_model import random_weights
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_random"
 HGX = preset("hgx-ib-16")
@@ -102,25 +102,3 @@ def test_tp_64_on_64_of_72():
     assert one.std() > 0.1
     assert NVL72.with_axes(tp=64).layout.num_devices == 64
     np.testing.assert_allclose(logits(NVL72.with_axes(tp=64)), one, atol=1e-4)
-
-
-def random_weights(model: CausalLM):
-    """The same for every placement: an expert's weights are drawn by its number, whatever its slot."""
-
-    def draw(path, shape, dtype):
-        rng = np.random.default_rng(zlib.crc32(repr(path).encode()))
-        if jnp.issubdtype(dtype, jnp.integer):
-            return rng.integers(-(2**31), 2**31, shape).astype(np.int32)
-        if path[-1] == "scale":
-            return np.asarray(rng.uniform(0.005, 0.02, shape), dtype)
-        return np.asarray(rng.normal(size=shape) / np.sqrt(shape[-1] if len(shape) > 1 else 1), dtype)
-
-    leaves = {}
-    for d in declarations(model, jnp.float32):
-        if d.stacked:
-            experts = draw(d.path, (model.config.n_routed_experts, *d.shape[1:]), d.dtype)
-            layer = next(name for name in d.path if isinstance(name, int))
-            leaves[d.path] = experts[np.maximum(model.slot_experts[layer], 0)]
-        else:
-            leaves[d.path] = draw(d.path, d.shape, d.dtype)
-    return from_leaves(model, leaves)
