@@ -1,6 +1,8 @@
 """What the INT4 mixture of experts is timed on and against; `scripts/benchmark.py kernels` runs it."""
 
 import functools
+import importlib
+import importlib.util
 from collections.abc import Callable
 
 import jax
@@ -42,20 +44,33 @@ def routing(shape: Shape, rng: np.random.Generator) -> np.ndarray:
     return np.stack([rng.permutation(shape.num_experts)[: shape.top_k] for _ in range(shape.rows)]).astype(np.int32)
 
 
+Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""Rows sorted by group, a matrix for each group, rows of each group, to the products."""
+
+
+def tokamax_ragged_dot() -> Product | None:
+    """tokamax's kernel for the card, where it is installed; it is no dependency."""
+    if importlib.util.find_spec("tokamax") is None:
+        return None
+    return importlib.import_module("tokamax").ragged_dot
+
+
 def _unpacked(operands: tuple[jax.Array, ...]) -> list[jax.Array]:
     return [dequantize(operands[i], operands[i + 1]).astype(jnp.bfloat16) for i in (0, 2, 4)]
 
 
-def ragged_dot(x: jax.Array, ids: jax.Array, router: jax.Array, *operands: jax.Array) -> jax.Array:
-    """What jax offers: dequantise everything, sort the pairs by expert, three `jax.lax.ragged_dot`."""
+def ragged_dot(
+    x: jax.Array, ids: jax.Array, router: jax.Array, *operands: jax.Array, product: Product = jax.lax.ragged_dot
+) -> jax.Array:
+    """What jax offers: dequantise everything, sort the pairs by expert, three ragged products."""
     gate, up, down = (w.swapaxes(1, 2) for w in _unpacked(operands))
     slots, top_k = gate.shape[0], ids.shape[1]
     flat = jnp.where((ids >= 0) & (ids < slots), ids, slots).reshape(-1)
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.sum(flat[:, None] == jnp.arange(slots), 0, dtype=jnp.int32)
     a = x[order // top_k]
-    h = jax.nn.silu(jax.lax.ragged_dot(a, gate, sizes)) * jax.lax.ragged_dot(a, up, sizes)
-    y = jax.lax.ragged_dot(h, down, sizes).astype(jnp.float32)
+    h = jax.nn.silu(product(a, gate, sizes)) * product(a, up, sizes)
+    y = product(h, down, sizes).astype(jnp.float32)
     weight = jnp.where(flat < slots, router.reshape(-1), 0.0)[order][:, None]
     return jnp.zeros(x.shape, jnp.float32).at[order // top_k].add(jnp.where(weight != 0, y, 0) * weight)
 
@@ -81,11 +96,19 @@ def case(name: str, shape: Shape, target: Target, *, interpret: bool = False, se
     chosen = plan(shape, jnp.bfloat16, target)
     kernel = functools.partial(int4_moe, num_experts=shape.num_experts, target=target, interpret=interpret)
     fits = set_bytes / 4.5 * 16 < UNPACKED_BYTES
+    tokamax = tokamax_ragged_dot()
     too_large = f"its weights would take {set_bytes / 4.5 * 16 / 1e9:.0f} GB in bfloat16"
     calls: dict[str, Callable[..., jax.Array] | str] = {
         "auto": kernel,
         "reference": int4_moe_reference,
         "dequantise + ragged_dot": ragged_dot if fits else too_large,
+        "dequantise + tokamax": (
+            "tokamax is not installed: uv run --with tokamax …"
+            if tokamax is None
+            else functools.partial(ragged_dot, product=tokamax)
+            if fits
+            else too_large
+        ),
         "dequantise + einsum": einsum if fits else too_large,
     }
     pairs = float(np.mean([(i < shape.slots).sum() for i in ids]))

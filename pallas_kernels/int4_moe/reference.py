@@ -1,9 +1,9 @@
 """The specification of the operation in plain JAX: runs on every platform, and is what the CPU uses.
 
-Three forms give the same values up to float32 rounding. A small stack is unpacked whole, with plain matrix products over
-every row and slot of which the chosen are kept. Of a large one few pairs unpack one expert each and multiply in one
-batched product; many go tile by tile along `routing`, with work proportional to the pairs. Everything is computed in
-float32.
+Three forms give the same values up to float32 rounding. A small stack is unpacked whole, with plain matrix products
+over every row and slot of which the chosen are kept. Of a large one few pairs unpack one expert each and multiply in
+one batched product; many go tile by tile along `routing`, with work proportional to the pairs. Everything is computed
+in float32.
 """
 
 from typing import Literal
