@@ -26,7 +26,7 @@ def small_cases():
 
 @pytest.mark.parametrize("case", list(small_cases()), ids=lambda case: case.operation)
 def test_everything_timed_computes_the_same(case):
-    errors = {name: timing.compare(case, name).relative_error for name in case.calls}
+    errors = {name: timing.compare(case, name).relative_error for name, call in case.calls.items() if callable(call)}
     assert len(errors) >= 3
     # Rounding to bfloat16 here and there; the reference of the experts is the specification itself.
     assert all(error is not None and error < 8e-3 for error in errors.values()), errors
