@@ -249,6 +249,7 @@ def main(options: Options) -> None:
         from kimi_jax.decoding.generate import Limits
         from kimi_jax.decoding.report import Report
         from kimi_jax.decoding.sampling import Sampling
+        from kimi_jax.parallel import processes
         from kimi_jax.parallel.eplb import save_placements
         from kimi_jax.profiling.live import Trace, dump_generation
 
@@ -287,7 +288,7 @@ def main(options: Options) -> None:
         if engine.rebalancer is not None:
             status.print(engine.rebalancer.summary(), style="dim", highlight=False)
             shares["rebalancing"] = [dataclasses.asdict(move) for move in engine.rebalancer.moves]
-            if options.save_placement is not None:
+            if options.save_placement is not None and processes.this().prints:
                 save_placements(options.save_placement, list(engine.rebalancer.placements.values()))
         if options.time_parts:
             with status.status("timing the parts of a round"):

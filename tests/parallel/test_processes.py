@@ -19,6 +19,7 @@ from kimi_jax.checkpoint.plan import plan, split_processes
 from kimi_jax.checkpoint.safetensors import open_checkpoint as open_tensors
 from kimi_jax.decoding.engine import PLAIN, open_checkpoint
 from kimi_jax.parallel import processes
+from kimi_jax.parallel.eplb import load_placements
 from kimi_jax.parallel.processes import Launch, ProcessOptions, launched
 from meshes.devices import build_mesh
 from meshes.presets import preset
@@ -276,15 +277,32 @@ def start_two(script, *arguments):
 
 
 @pytest.mark.slow
-def test_decode_with_moving_experts_as_two_processes():
-    command = (*RANDOM, "--raw", "--max-new-tokens", 24, "--json", "--rebalance-every", 4, "Hello", "12", "ab")
-    alone = start("scripts/decode.py", *command).communicate()[0]
-    (output, errors), (silent, _) = (child.communicate() for child in start_two("decode.py", *command))
+def test_decode_with_moving_experts_as_two_processes(tmp_path):
+    """Experts move from one process to the other, to where they move in one process, and the text stays the same."""
+
+    def command(placement):
+        options = ("--max-new-tokens", 24, "--json", "--rebalance-every", 4, "--save-placement", placement)
+        return (*RANDOM, "--raw", *options, "Hello", "12", "ab")
+
+    files = [tmp_path / "alone.json", tmp_path / "two.json"]
+    still = start("scripts/decode.py", *RANDOM, "--raw", "--max-new-tokens", 24, "--json", "Hello", "12", "ab")
+    runs = [still.communicate()[0], start("scripts/decode.py", *command(files[0])).communicate()[0]]
+    children = start_two("decode.py", *command(files[1]))
+    (output, errors), (silent, _) = (child.communicate() for child in children)
+    assert [child.returncode for child in children] == [0, 0], errors
     assert silent == ""
-    assert output, errors
-    texts = [[result["token_ids"] for result in json.loads(run)["results"]] for run in (alone, output)]
-    assert texts[0] == texts[1]
-    assert "of 2 processes" in json.loads(output)["summary"]["ran"]
+    runs.append(output)
+    texts = [[result["token_ids"] for result in json.loads(run)["results"]] for run in runs]
+    assert texts[0] == texts[1] == texts[2]
+    summaries = [json.loads(run)["summary"] for run in runs]
+    assert "of 2 processes" in summaries[2]["ran"]
+    moves = [[(move["round"], move["slots"]) for move in summary["rebalancing"]] for summary in summaries[1:]]
+    assert moves[0] == moves[1]
+    assert sum(slots for _, slots in moves[0]) > 0
+    placements = [load_placements(file, layers=3, num_experts=16, ranks=8) for file in files]
+    assert placements[0] == placements[1]
+    parts = [np.array(placement.slot_experts).reshape(2, -1) for placement in placements[0]]
+    assert any(set(part[0]) != set(range(8)) for part in parts), "an expert came from the other process"
 
 
 @pytest.mark.slow
