@@ -192,13 +192,14 @@ class Tokenizer:
             ids: token ids.
             skip_special: leave out control tokens ("special": true in tokenizer_config.json, and reserved ids).
         """
-        return self._join(ids, skip_special).decode("utf-8", errors="replace")
+        return self.decode_bytes(ids, skip_special=skip_special).decode("utf-8", errors="replace")
 
     def decoder(self, *, skip_special: bool = False) -> IncrementalDecoder:
         """A decoder for one stream of ids; see `IncrementalDecoder`."""
         return IncrementalDecoder(self, skip_special=skip_special)
 
-    def _join(self, ids: Iterable[int], skip_special: bool) -> bytes:
+    def decode_bytes(self, ids: Iterable[int], *, skip_special: bool = False) -> bytes:
+        """The bytes that `ids` stand for; they may end within a character."""
         return b"".join(self.token_bytes(i) for i in ids if not (skip_special and i in self._skipped))
 
 
@@ -212,7 +213,7 @@ class IncrementalDecoder:
 
     def push(self, ids: Iterable[int]) -> str:
         """Text completed by `ids`; the bytes of an unfinished character wait for the next call."""
-        return self._utf8.decode(self._tokenizer._join(ids, self._skip_special))
+        return self._utf8.decode(self._tokenizer.decode_bytes(ids, skip_special=self._skip_special))
 
     def flush(self) -> str:
         """End of the stream: U+FFFD for bytes left of an unfinished character, else nothing."""

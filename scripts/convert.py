@@ -10,8 +10,9 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import tyro
 from rich.console import Console
@@ -19,6 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from kimi_jax.cli import BUNDLED_CHECKPOINT, MeshOptions, errors_in_one_line, on_disk
+from kimi_jax.config import ModelConfig
 from meshes.devices import build_mesh, simulate
 
 GB = 1e9
@@ -41,17 +43,16 @@ def run_plan(options: PlanOptions) -> None:
     out = Console(soft_wrap=True)
     with errors_in_one_line(Console(stderr=True, soft_wrap=True)):
         machine = options.preset()
+        config = ModelConfig.from_json(options.checkpoint)
         mesh = build_mesh(machine, simulate(machine.layout.num_devices))
         import jax.numpy as jnp
 
         from kimi_jax.checkpoint.plan import plan, split_processes
         from kimi_jax.checkpoint.safetensors import open_checkpoint
-        from kimi_jax.config import ModelConfig
         from kimi_jax.decoding.engine import model_for
         from kimi_jax.parallel.sharding import rules
 
         started = time.perf_counter()
-        config = ModelConfig.from_json(options.checkpoint)
         model = model_for(config, machine.layout)
         tensors = open_checkpoint(options.checkpoint)
         matched = plan(
@@ -83,7 +84,7 @@ def run_plan(options: PlanOptions) -> None:
     _print_plan(out, summary, per_process, options.bandwidth)
 
 
-def _print_plan(out: Console, summary: Mapping, per_process: int, bandwidth: float) -> None:
+def _print_plan(out: Console, summary: Mapping[str, Any], per_process: int, bandwidth: float) -> None:
     out.print(
         f"{summary['tensors']:,} tensors in {summary['files']} files, {summary['tensor_bytes'] / GB:,.3f} GB; "
         f"{summary['skipped_tensors']} tensors ({summary['skipped_bytes'] / GB:,.3f} GB) are not the language model's",
@@ -164,7 +165,7 @@ def run_to_hf(options: ConvertOptions) -> None:
 
 
 @contextlib.contextmanager
-def _conversion(options: ConvertOptions) -> Iterator[tuple]:
+def _conversion(options: ConvertOptions) -> Iterator[tuple[Path, ModelConfig, Callable[[int, int], None]]]:
     """The folder, the model's configuration and a progress bar for a conversion on this machine's CPU."""
     status = Console(stderr=True, soft_wrap=True)
     columns = (
@@ -172,11 +173,9 @@ def _conversion(options: ConvertOptions) -> Iterator[tuple]:
         TimeRemainingColumn(),
     )  # fmt: skip
     with errors_in_one_line(status):
-        simulate(1)
-        from kimi_jax.config import ModelConfig
-
         source = on_disk(options.checkpoint, status)
         config = ModelConfig.from_json(source)
+        simulate(1)
         started = time.perf_counter()
         with Progress(*columns, console=status, transient=True) as bar:
             task = bar.add_task("read", total=None, name=options.checkpoint.name)

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import tyro
@@ -173,7 +173,7 @@ def run_tasks(options: TasksOptions) -> None:
             print_tasks(plain, trees_scores, opened, options.batch)
 
 
-def tasks_as_dict(plain: "dict[str, FamilyScore]", trees: "dict[int, dict[str, FamilyScore]]") -> dict:
+def tasks_as_dict(plain: "dict[str, FamilyScore]", trees: "dict[int, dict[str, FamilyScore]]") -> dict[str, Any]:
     """Scores by way of decoding and family, `all` among the families."""
     from kimi_jax.evaluation.tasks import together
 

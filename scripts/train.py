@@ -9,7 +9,7 @@ Examples:
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -18,6 +18,9 @@ from rich.table import Table
 from kimi_jax.cli import check_configurations, errors_in_one_line
 from meshes.devices import use_cpu_if_no_gpu
 from meshes.presets import Layout
+
+if TYPE_CHECKING:
+    from kimi_jax.training.target import Recipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,13 +118,13 @@ Command = (
 )
 
 
-def changed(recipe, options: Common):
+def changed[R: Recipe](recipe: R, options: Common) -> R:
     """The recipe with the options that were given."""
     given = {"steps": options.steps, "learning_rate": options.learning_rate}
     return dataclasses.replace(recipe, **{name: value for name, value in given.items() if value is not None})
 
 
-def report(console: Console, log: list[dict], figures: list[str], plot: Path | None) -> None:
+def report(console: Console, log: list[dict[str, Any]], figures: list[str], plot: Path | None) -> None:
     """A sparkline for each figure, the last evaluation as a table, and the plot where one is wanted."""
     from kimi_jax.training.loop import plot as draw
     from kimi_jax.training.loop import sparkline

@@ -13,7 +13,8 @@ two float32 parts (Knuth's two-sum), which is as exact as the reference's float6
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -216,7 +217,7 @@ def resize(tree: DraftTree, rows: int) -> DraftTree:
     """The same tree in another static number of rows: the first of them, or padding added. Any leading batch."""
     have = tree.tokens.shape[-1]
 
-    def fit(x: Array, dimensions: int, fill) -> Array:
+    def fit(x: Array, dimensions: int, fill: Mapping[str, Any]) -> Array:
         x = x[(..., *(slice(rows),) * dimensions)]
         return jnp.pad(x, [(0, 0)] * (x.ndim - dimensions) + [(0, max(0, rows - have))] * dimensions, **fill)
 

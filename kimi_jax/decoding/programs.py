@@ -93,8 +93,8 @@ class Programs:
         return ("target", *drafter, *(("placement",) if self.experts_move else ()))
 
     def _compile(
-        self, function: Callable, in_specs: tuple, out_specs: object, donate: tuple[int, ...] = ()
-    ) -> Callable:
+        self, function: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: object, donate: tuple[int, ...] = ()
+    ) -> Callable[..., Any]:
         mapped = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return jax.jit(mapped, donate_argnums=donate)
 

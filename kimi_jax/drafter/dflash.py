@@ -193,7 +193,7 @@ class DFlash(nnx.Module):
         With `start` 0 and whole texts, position p stands in slot p: a context for blocks anywhere in them, as training
         uses it.
         """
-        turn = self._turn(start, taps.shape[1])
+        turn = self.turn(start, taps.shape[1])
         fused = self.fuse(taps)
         return [LayerContext(*layer.self_attn.keys_and_values(fused, turn)) for layer in self.layers]
 
@@ -217,7 +217,7 @@ class DFlash(nnx.Module):
         block = block or self.config.block_size
         ids = jnp.full((anchor.shape[0], block), self.config.mask_token_id, anchor.dtype).at[:, 0].set(anchor)
         x = embed(ids) * self.config.input_embedding_scale
-        turn = self._turn(start, block)
+        turn = self.turn(start, block)
         for layer, ring in zip(self.layers, context, strict=True):
             x = layer(x, turn, ring, start)
         return self.norm(x)[:, 1:]
@@ -246,7 +246,8 @@ class DFlash(nnx.Module):
         values, ids = top_log_probs(logits, self.config.selector_top_k or k)
         return self.candidate_selector(hidden, values, ids, anchor), ids
 
-    def _turn(self, start: Int[Array, " requests"], rows: int) -> Rotation:
+    def turn(self, start: Int[Array, " requests"], rows: int) -> Rotation:
+        """Rotation of the rows that begin at each request's position `start`."""
         config = self.config
         frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.yarn)
         return rotation(start[:, None] + jnp.arange(rows), frequencies, config.attention_factor)

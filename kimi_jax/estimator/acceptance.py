@@ -3,6 +3,7 @@
 import functools
 import heapq
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def rate_for_length(length: float, block_size: int) -> float:
     return _bisect(lambda rate: sum(rate**d for d in range(block_size)), length, 0.0, 1.0)
 
 
-def _bisect(function, target: float, low: float, high: float) -> float:
+def _bisect(function: Callable[[float], float], target: float, low: float, high: float) -> float:
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if function(middle) < target else (low, middle)

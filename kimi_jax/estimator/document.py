@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from kimi_jax.estimator import original, published, search
 from kimi_jax.estimator.collectives import Network, all_reduce_algorithms
@@ -29,7 +30,7 @@ MACHINES: tuple[tuple[Family, int], ...] = (
 )  # fmt: skip
 
 
-def _scenario(machine: Preset, card: str, concurrency: int = 1, **options) -> Scenario:
+def _scenario(machine: Preset, card: str, concurrency: int = 1, **options: Any) -> Scenario:
     return make_scenario(machine, gpu(card), concurrency=concurrency, context=CONTEXT, **options)
 
 

@@ -6,7 +6,7 @@ misses one, that is the finding.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from kimi_jax.estimator import step
 from kimi_jax.estimator.acceptance import Acceptance, rate_for_length
@@ -23,17 +23,13 @@ BANDS = {"single-node": 0.15, "wide-ep": 0.30}
 
 NO_DRAFT = Acceptance((((0.0,),),), "no draft")
 
-DEEPSEEK_V3 = replace(
-    k26(), num_attention_heads=128, n_routed_experts=256, first_k_dense_replace=3, vocab_size=129280
-)
+DEEPSEEK_V3 = replace(k26(), num_attention_heads=128, n_routed_experts=256, first_k_dense_replace=3, vocab_size=129280)
 # One float32 scale for each 128 × 128 block of FP8.
 FP8 = Precision(
     expert_bits=8.002, attention_bits=8.002, shared_bits=8.002, dispatch_bytes=1, expert_arithmetic="fp8",
     dense_arithmetic="fp8",
 )  # fmt: skip
-NVFP4 = replace(
-    FP8, expert_bits=4.5, shared_bits=4.5, cache_bytes=1, dispatch_bytes=0.5625, expert_arithmetic="fp4"
-)
+NVFP4 = replace(FP8, expert_bits=4.5, shared_bits=4.5, cache_bytes=1, dispatch_bytes=0.5625, expert_arithmetic="fp4")
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ def _tp8(card: str, concurrency: int, input_tokens: int) -> Callable[[], Estimat
     return run
 
 
-def _wide(card: str, gpus: int, per_gpu: int, context: int, slots: int, node: int, domain: int, **options):
+def _wide(card: str, gpus: int, per_gpu: int, context: int, slots: int, node: int, domain: int, **options: Any):
     """Attention data-parallel, experts over all GPUs, dispatch and combine."""
 
     def run() -> Estimate:

@@ -1,6 +1,7 @@
 """What is estimated: a layout on a machine, a load, and the assumptions about drafter, routing and kernels."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.estimator import acceptance as acceptance_module
@@ -74,7 +75,7 @@ def make_scenario(
     kernel_library: str = "public",
     constants: Constants | None = None,
     model: ModelConfig | None = None,
-    **options,
+    **options: Any,
 ) -> Scenario:
     """Make a scenario with Zipf routing and the GPU's kernels; `options` are fields of `Scenario`.
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +119,7 @@ def force(
 
 @functools.cache
 def _start(
-    config: ModelConfig, mesh: Mesh, rules: tuple, requests: int, capacity: int, dtype: np.dtype
+    config: ModelConfig, mesh: Mesh, rules: tuple[Any, ...], requests: int, capacity: int, dtype: np.dtype
 ) -> Callable[[], Cache]:
     """Makes an empty cache."""
     make = functools.partial(empty_cache, config, requests, capacity, dtype, cache_axis(dict(rules)))
@@ -126,7 +127,9 @@ def _start(
 
 
 @functools.cache
-def _step(model: CausalLM, mesh: Mesh, rules: tuple, read: Read, tap_layers: tuple[int, ...]) -> Callable:
+def _step(
+    model: CausalLM, mesh: Mesh, rules: tuple[Any, ...], read: Read, tap_layers: tuple[int, ...]
+) -> Callable[..., Any]:
     """`step(parameters, cache, lengths, counts, tokens, targets)`: the cache with the rows, and what `read` keeps."""
 
     def step(

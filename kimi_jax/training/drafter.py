@@ -77,7 +77,7 @@ def block_logits(drafter: DFlash, target: CausalLM, texts: AnchoredTexts) -> Flo
         causal_rows(texts.tokens, zeros, texts.lengths), cache, tap_layers=config.target_layer_ids, expanded=True
     )
     fused = drafter.fuse(jax.lax.stop_gradient(stack_taps(output.taps)))
-    turn = drafter._turn(zeros, length)  # the positions of a text from its start
+    turn = drafter.turn(zeros, length)  # the positions of a text from its start
     start = jnp.maximum(texts.anchors, 0)
 
     def shared(x: Float[Array, "texts length heads dim"]) -> Float[Array, "blocks length heads dim"]:

@@ -32,5 +32,5 @@ def test_help_and_refused_folders_do_not_import_jax():
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     target, drafter, imported = run.stdout.splitlines()
     assert target == "gone/config.json: no such file; a checkpoint directory holds a config.json"
-    assert drafter == "gone: no such file; a drafter's folder holds a config.json"
+    assert drafter == "gone/config.json: no such file; a drafter's folder holds a config.json"
     assert imported == "False"
