@@ -27,8 +27,12 @@ from kimi_jax.cli import (
     stages,
     table_console,
 )
+from kimi_jax.config import ModelConfig
+from kimi_jax.drafter.config import DrafterConfig
+from kimi_jax.estimator.model import k26
 from kimi_jax.parallel.processes import ProcessOptions
 from meshes.devices import use_cpu_if_no_gpu
+from meshes.hardware import gpu as lookup
 from meshes.presets import Preset, preset
 
 if TYPE_CHECKING:
@@ -127,18 +131,17 @@ def compile_absent(options: Options, gpu: str, status: Console) -> "Report":
     if options.trace is not None:
         raise ValueError("--trace needs a run: leave --gpu away")
     machine = options.preset()
+    card = lookup(gpu)
+    config = k26() if options.checkpoint is None else ModelConfig.from_json(options.checkpoint)
+    given = None if options.drafter is None else DrafterConfig.from_json(options.drafter)
     quiet_compiler()
     use_cpu_if_no_gpu()  # before jax starts: its CUDA plugin then registers without a driver, to compile only
 
-    from kimi_jax.config import ModelConfig
-    from kimi_jax.drafter.config import DrafterConfig
-    from kimi_jax.estimator.model import k26
     from kimi_jax.profiling.compile import Case, compile_program, kimi_drafter, with_layers
     from kimi_jax.profiling.dump import write_index
     from kimi_jax.profiling.report import make_report
 
-    config = k26() if options.checkpoint is None else ModelConfig.from_json(options.checkpoint)
-    drafter = kimi_drafter() if options.drafter is None else DrafterConfig.from_json(options.drafter)
+    drafter = given or kimi_drafter()
     if options.layers is not None:
         config, drafter = with_layers(config, drafter, options.layers)
     elif options.budget:
@@ -146,7 +149,7 @@ def compile_absent(options: Options, gpu: str, status: Console) -> "Report":
     case = Case(
         config,
         machine,
-        gpu.lower(),
+        card.name,
         requests=64 if options.batch is None else options.batch,
         context=8192 if options.context is None else options.context,
         budget=options.budget,

@@ -51,7 +51,10 @@ def load(path: Path) -> dict[str, Any]:
         return known | dict(_instructions(Module(program.read_text())))
     try:
         report = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        hint = "give a file that `profile.py --json` printed, or a directory that --xla-dump wrote"
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); {hint}") from None
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON ({error}); give what `profile.py --json` printed") from None
     if not isinstance(report, dict) or "parts" not in report or "memory" not in report:
         raise ValueError(f"{path}: not a report; give what `profile.py --json` printed")

@@ -3,10 +3,13 @@
 import json
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kimi_jax.profiling.hlo import Module, part_of
-from kimi_jax.profiling.report import Report
 from kimi_jax.profiling.traffic import launched
+
+if TYPE_CHECKING:
+    from kimi_jax.profiling.report import Report
 
 PROGRAM, REPORT = "program.hlo.txt", "report.json"
 """Files of a dump."""
@@ -31,7 +34,7 @@ _KINDS = (
 )
 
 
-def write_index(directory: Path, text: str, title: str, report: Report | None = None) -> Path:
+def write_index(directory: Path, text: str, title: str, report: "Report | None" = None) -> Path:
     """Writes into a dump what `profile.py diff` reads and a person needs: `index.md` and the optimised HLO.
 
     Args:

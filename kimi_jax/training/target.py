@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
@@ -270,11 +269,6 @@ def train_step(
         "worst_load": worst,
     }
     return TrainState(state.step + 1, parameters, optimizer), metrics
-
-
-def num_parameters(parameters: Parameters) -> int:
-    """Elements of all weights."""
-    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(parameters))
 
 
 def teacher_forced(model: CausalLM, parameters: Parameters, batch: Batch) -> Bool[Array, " sequences"]:

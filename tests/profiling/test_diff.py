@@ -44,6 +44,8 @@ def test_only_what_differs_is_listed():
 def test_what_is_no_report_is_refused(tmp_path):
     path = tmp_path / "x.json"
     path.write_text("nothing")
+    with pytest.raises(ValueError, match=r"gone\.json: cannot be read \(No such file .*\); give a file"):
+        load(tmp_path / "gone.json")
     with pytest.raises(ValueError, match=r"x\.json: not JSON"):
         load(path)
     path.write_text(json.dumps([1]))

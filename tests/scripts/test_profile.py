@@ -78,7 +78,7 @@ def test_a_run_of_the_bundled_model(tmp_path):
     ("arguments", "message"),
     [
         (("--mesh", "nvl72", "--gpu", "h200"), "nvl72 is made of gb300, gb200, not of h200"),
-        pytest.param(("--gpu", "a100"), "unknown GPU 'a100'", marks=pytest.mark.slow),
+        (("--gpu", "a100"), "unknown GPU 'a100': choose from h100, h200, b200"),
         pytest.param(("--gpu", "gb300", "--tp", 9), "tp 9 does not divide attention heads 64", marks=pytest.mark.slow),
         pytest.param(("--gpu", "gb300", "--layers", 62), "layers is 62", marks=pytest.mark.slow),
         pytest.param(("--gpu", "gb300", "--batch", 0), "requests is 0", marks=pytest.mark.slow),
