@@ -114,6 +114,8 @@ class Engine:
     ) -> Programs:
         """The programs for one way of sampling and drafting, compiled once.
 
+        An automatic budget keeps the costs of its first call with as many requests: new ones would be compiled anew.
+
         Raises:
           ValueError: drafting without a drafter, or an automatic budget without costs.
         """

@@ -43,7 +43,10 @@ class Report:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens a round gave on average: accepted drafts and the target's own token after them."""
+        """Tokens a round gave on average: accepted drafts and the target's own token after them.
+
+        The last round of a text counts whole, with what stood behind the stop token or the limit.
+        """
         histogram = self.histogram
         return float(histogram @ np.arange(len(histogram)) / max(histogram.sum(), 1))
 
