@@ -183,9 +183,10 @@ def gather_prompts(options: Options) -> list[Prompt]:
     if options.file is not None:
         prompts += read_prompts(options.file)
     if not prompts:
-        if sys.stdin.isatty():
+        text = "" if sys.stdin.isatty() else sys.stdin.read()
+        if not text.strip():
             raise ValueError("no prompt: give one as an argument, with --file, or on standard input")
-        prompts = [Prompt.of(sys.stdin.read())]
+        prompts = [Prompt.of(text)]
     return prompts
 
 
