@@ -163,6 +163,8 @@ def check_configurations(checkpoint: Path, layout: Layout, drafter: Path | None 
     config = None if hub.is_name(checkpoint) else ModelConfig.from_json(checkpoint)
     drafter_config = None if drafter is None or hub.is_name(drafter) else DrafterConfig.from_json(drafter)
     if config is not None:
+        if drafter is not None and drafter_config is not None:
+            drafter_config.check(config, drafter)
         from kimi_jax.parallel import layout_rules  # imports jax
 
         layout_rules.check(config, layout, drafter_config)

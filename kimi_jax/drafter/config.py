@@ -142,8 +142,8 @@ class DrafterConfig:
             **_dflash2(fields, hidden),
         )
 
-    def check(self, target: ModelConfig) -> None:
-        """Refuses a drafter that was not made for this target, field by field.
+    def check(self, target: ModelConfig, name: str | Path = "the drafter") -> None:
+        """Refuses a drafter that was not made for this target, field by field; `name` is its folder, for the message.
 
         Raises:
           ConfigError: naming every field that does not fit.
@@ -164,7 +164,7 @@ class DrafterConfig:
         if self.mask_token_id >= target.vocab_size:
             problems.append(f"mask_token_id {self.mask_token_id} is not in the target's vocabulary")
         if problems:
-            raise ConfigError(f"the drafter does not fit the target: {'; '.join(problems)}")
+            raise ConfigError(f"{name} does not fit the target: {'; '.join(problems)}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from kimi_jax.checkpoint.errors import CheckpointError
 from kimi_jax.checkpoint.huggingface import Progress, read
 from kimi_jax.checkpoint.plan import plan
 from kimi_jax.checkpoint.safetensors import Tensor, open_checkpoint
-from kimi_jax.config import ConfigError, ModelConfig
+from kimi_jax.config import ModelConfig
 from kimi_jax.drafter.config import DEFAULT_DRAFT_WINDOW, DrafterConfig
 from kimi_jax.drafter.dflash import DFlash
 from kimi_jax.parameters import Parameters, Rules
@@ -51,10 +51,7 @@ def load_drafter(
       CheckpointError: tensors that are missing, extra or misshapen, naming them.
     """
     config = DrafterConfig.from_json(directory, draft_window=draft_window, attention_factor=attention_factor)
-    try:
-        config.check(target)
-    except ConfigError as error:
-        raise ConfigError(f"{directory}: {error}") from None
+    config.check(target, directory)
     module = DFlash(config, mesh.shape.get("tp", 1))
     tensors = canonical(open_checkpoint(directory))
     _check_taps(tensors, config)
