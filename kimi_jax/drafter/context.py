@@ -19,16 +19,16 @@ from kimi_jax.drafter.config import DrafterConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerContext:
-    """Normalised and rotated keys, and values, of one layer."""
+    """Normalised and rotated keys, and values, of one layer; heads first, as both products read them in place."""
 
-    keys: Float[Array, "requests window kv_heads head_dim"]
-    values: Float[Array, "requests window kv_heads head_dim"]
+    keys: Float[Array, "requests kv_heads window head_dim"]
+    values: Float[Array, "requests kv_heads window head_dim"]
 
 
 Context = list[LayerContext]
 """One entry a layer."""
 
-CONTEXT = PartitionSpec(("dp", "ep"), None, "tp", None)
+CONTEXT = PartitionSpec(("dp", "ep"), "tp", None, None)
 """How every array of a context lies on the mesh."""
 
 
@@ -38,7 +38,7 @@ def empty_context(config: DrafterConfig, requests: int, dtype: DTypeLike, tp: in
     Where tp exceeds the key-value heads each device holds the one head its queries read, so the heads count `tp`.
     """
     heads = max(config.num_key_value_heads, tp)
-    shape = (requests, config.draft_window, heads, config.head_dim)
+    shape = (requests, heads, config.draft_window, config.head_dim)
     return [LayerContext(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_hidden_layers)]
 
 
@@ -56,10 +56,10 @@ def write_slots(
 
 def write(ring: LayerContext, slots: Int[Array, "requests rows"], rows: LayerContext) -> LayerContext:
     """The ring with new rows in their slots; in place where the ring is donated."""
-    request = jnp.arange(slots.shape[0])[:, None]
+    request, head = jnp.arange(slots.shape[0])[:, None, None], jnp.arange(rows.keys.shape[1])[:, None]
 
     def put(old: Array, new: Array) -> Array:
-        return old.at[request, slots].set(new.astype(old.dtype), mode="drop")
+        return old.at[request, head, slots[:, None]].set(new.astype(old.dtype), mode="drop")
 
     return LayerContext(put(ring.keys, rows.keys), put(ring.values, rows.values))
 

@@ -52,7 +52,7 @@ class Attention(nnx.Module):
 
     def keys_and_values(
         self, x: Float[Array, "requests rows hidden"], turn: Rotation
-    ) -> tuple[Float[Array, "requests rows kv_heads head_dim"], Float[Array, "requests rows kv_heads head_dim"]]:
+    ) -> tuple[Float[Array, "requests kv_heads rows head_dim"], Float[Array, "requests kv_heads rows head_dim"]]:
         """Of context or block rows: the same projections, for this device's heads."""
 
         def project(projection: Linear) -> Array:
@@ -60,7 +60,8 @@ class Attention(nnx.Module):
             rows, w = lax.optimization_barrier((x, self._own(projection.weight[...])))
             return jnp.einsum("...i,oi->...o", rows, w).reshape(*x.shape[:-1], -1, self.head_dim)
 
-        return _rotate(self.k_norm(project(self.k_proj)), turn), project(self.v_proj)
+        keys, values = _rotate(self.k_norm(project(self.k_proj)), turn), project(self.v_proj)
+        return keys.swapaxes(1, 2), values.swapaxes(1, 2)
 
     def _own(self, w: Float[Array, "out hidden"]) -> Float[Array, "own hidden"]:
         """Rows of the key-value heads that this device's queries read: all of them unless they are replicated."""
@@ -82,19 +83,19 @@ class Attention(nnx.Module):
         q = self.q_proj(x).reshape(*x.shape[:-1], -1, self.head_dim)
         q = _rotate(self.q_norm(q), turn)
         keys, values = self.keys_and_values(x, turn)
-        q = q.reshape(*q.shape[:2], keys.shape[2], -1, self.head_dim)
-        past, present = self._masks(start, context.keys.shape[1], x.shape[1])
+        q = q.reshape(*q.shape[:2], keys.shape[1], -1, self.head_dim)
+        past, present = self._masks(start, context.keys.shape[2], x.shape[1])
 
         def scores(k: Array, mask: Array) -> Array:
-            s = jnp.einsum("rqhgd,rkhd->rhgqk", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
+            s = jnp.einsum("rqhgd,rhkd->rhgqk", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
             return jnp.where(mask[:, None, None], s * self.head_dim**-0.5, -jnp.inf)
 
         # Scores are joined, never the cache; each block token sees at least itself, so no row is empty.
         joined = jnp.concatenate([scores(context.keys, past), scores(keys, present)], axis=-1)
         weights = jax.nn.softmax(joined, axis=-1).astype(values.dtype)
-        split = context.keys.shape[1]
-        out = jnp.einsum("rhgqk,rkhd->rqhgd", weights[..., :split], context.values.astype(values.dtype))
-        out = out + jnp.einsum("rhgqk,rkhd->rqhgd", weights[..., split:], values)
+        split = context.keys.shape[2]
+        out = jnp.einsum("rhgqk,rhkd->rqhgd", weights[..., :split], context.values.astype(values.dtype))
+        out = out + jnp.einsum("rhgqk,rhkd->rqhgd", weights[..., split:], values)
         return all_reduce(self.o_proj(out.reshape(*x.shape[:-1], -1)), "tp")
 
     def _masks(
@@ -184,7 +185,7 @@ class DFlash(nnx.Module):
         Only the first `count` rows of a request are real; positions before `start` must be there already. A whole
         prompt, a chunk of it, or the accepted path of a round.
         """
-        slots = write_slots(start, count, taps.shape[1], context[0].keys.shape[1])
+        slots = write_slots(start, count, taps.shape[1], context[0].keys.shape[2])
         return [write(ring, slots, new) for ring, new in zip(context, self.context_rows(taps, start), strict=True)]
 
     def context_rows(self, taps: Float[Array, "requests rows taps hidden"], start: Int[Array, " requests"]) -> Context:

@@ -80,7 +80,7 @@ def block_logits(drafter: DFlash, target: CausalLM, texts: AnchoredTexts) -> Flo
     turn = drafter.turn(zeros, length)  # the positions of a text from its start
     start = jnp.maximum(texts.anchors, 0)
 
-    def shared(x: Float[Array, "texts length heads dim"]) -> Float[Array, "blocks length heads dim"]:
+    def shared(x: Float[Array, "texts heads length dim"]) -> Float[Array, "blocks heads length dim"]:
         return jnp.repeat(x, anchors, axis=0)
 
     context = [LayerContext(*map(shared, layer.self_attn.keys_and_values(fused, turn))) for layer in drafter.layers]
