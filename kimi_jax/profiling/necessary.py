@@ -54,6 +54,16 @@ def weight_bytes(weights: Iterable[Placed]) -> dict[str, int]:
     return totals
 
 
+_CONTEXT_WEIGHTS = re.compile(r"^drafter\.(fc|hidden_norm|layers\.\d+\.self_attn\.(k_proj|k_norm|v_proj))\.")
+
+
+def read_weights(case: Case, weights: Iterable[Placed]) -> list[Placed]:
+    """Those that the program reads: a prefill fills the drafter's context and drafts nothing."""
+    if case.program != "prefill":
+        return list(weights)
+    return [array for array in weights if weight_part(array.name) != "drafter" or _CONTEXT_WEIGHTS.match(array.name)]
+
+
 def state_bytes(state: Iterable[Placed]) -> dict[str, int]:
     """Bytes of one device's decoding state: `cache`, the drafter's `context`, and `other`."""
     totals = {"cache": 0, "context": 0, "other": 0}
@@ -74,7 +84,7 @@ def touched_experts(case: Case) -> float:
 def needs(case: Case, weights: Iterable[Placed]) -> dict[str, Need]:
     """By part. Prefill needs no drafter or tree but the context's keys and values."""
     config, layout = case.config, case.preset.layout
-    held = weight_bytes(weights)
+    held = weight_bytes(read_weights(case, weights))
     rows = case.device_requests * case.rows
     head_rows = case.device_requests * (1 if case.program == "prefill" else case.rows)
     size = jnp.dtype(case.dtype).itemsize

@@ -17,7 +17,7 @@ from kimi_jax.profiling.assembler import Assembled
 from kimi_jax.profiling.compile import Case, Compiled, Placed
 from kimi_jax.profiling.hlo import PARTS, Module
 from kimi_jax.profiling.messages import Collective, collectives
-from kimi_jax.profiling.necessary import Need, needs, state_bytes, touched_experts, weight_bytes, weight_part
+from kimi_jax.profiling.necessary import Need, needs, read_weights, state_bytes, touched_experts, weight_bytes, weight_part
 from meshes.hardware import GPU, gpu
 
 
@@ -60,6 +60,7 @@ class PartReport:
     weight_bytes_read: int
     """Of weights, by the compiled instructions; kernels are taken to read their operands whole."""
     weight_bytes_held: int
+    """Of the weights that the program needs: a prefill reads a few of the drafter's."""
     cache_bytes_read: int
     context_bytes_read: int
     """Of the drafter's keys and values."""
@@ -181,7 +182,7 @@ def make_report(compiled: Compiled) -> Report:
     """Reads a compiled program."""
     case, module = compiled.case, Module(compiled.text)
     card = gpu(case.gpu)
-    needed, held = needs(case, compiled.weights), weight_bytes(compiled.weights)
+    needed, held = needs(case, compiled.weights), weight_bytes(read_weights(case, compiled.weights))
     names = {array.name for array in compiled.weights}
     vectors = {array.name for array in compiled.weights if len(array.shape) == 1}
     read: Counter[tuple[str, str]] = Counter()

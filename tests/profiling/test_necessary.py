@@ -65,6 +65,14 @@ def test_needs_of_nvl72():
     assert needed["tree"].hbm_bytes == 8 * 7 * 163840 / 8 * 4
 
 
+def test_a_prefill_needs_the_drafter_s_context_only():
+    case = case_on("nvl72", "gb300", program="prefill")
+    needed = needs(case, weights_of(case))
+    # Keys and values of one head in six layers, an eighth of the fusion of six taps, norms of 128 and 7168.
+    projections = 6 * (2 * 128 * 7168 + 128) + 6 * 7168 * 7168 // 8 + 7168
+    assert needed["drafter"].hbm_bytes == 2 * projections
+
+
 def test_a_split_cache_is_read_in_parts():
     machine = preset("nvl72")
     split = machine.with_layout(dataclasses.replace(machine.layout, cache="split"))
