@@ -17,7 +17,15 @@ from kimi_jax.profiling.assembler import Assembled
 from kimi_jax.profiling.compile import Case, Compiled, Placed
 from kimi_jax.profiling.hlo import PARTS, Module
 from kimi_jax.profiling.messages import Collective, collectives
-from kimi_jax.profiling.necessary import Need, needs, read_weights, state_bytes, touched_experts, weight_bytes, weight_part
+from kimi_jax.profiling.necessary import (
+    Need,
+    needs,
+    read_weights,
+    state_bytes,
+    touched_experts,
+    weight_bytes,
+    weight_part,
+)
 from meshes.hardware import GPU, gpu
 
 
