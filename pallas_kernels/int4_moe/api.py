@@ -9,12 +9,10 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Int
 
-from pallas_kernels.int4_moe import matmul
 from pallas_kernels.int4_moe.plan import Implementation, Plan, Shape, Target, current_target, plan
 from pallas_kernels.int4_moe.reference import int4_moe_reference
-from pallas_kernels.int4_moe.registers import GROUP, pair_order
 from pallas_kernels.int4_moe.routing import group_pairs
-from pallas_kernels.int4_moe.rows import combine, gather
+from pallas_kernels.int4_moe.tile import GROUP
 
 # Relative Frobenius error of a kernel against the float32 reference. Rounding a value to bfloat16 has a relative error
 # of 2^-9/√3 = 1.1e-3 root mean square at most; the product of gate and up is rounded once and the tensor-core engines
@@ -87,6 +85,11 @@ def run(
     weights = (gate_packed, gate_scale, up_packed, up_scale, down_packed, down_scale)
     if chosen.gate_up is None or chosen.down is None:
         return int4_moe_reference(x, expert_ids, expert_weights, *weights).astype(dtype)
+    # Not before a kernel is wanted: Mosaic's dialects take a second to import.
+    from pallas_kernels.int4_moe import matmul
+    from pallas_kernels.int4_moe.registers import pair_order
+    from pallas_kernels.int4_moe.rows import combine, gather
+
     launch = matmul.Launch(chosen.ctas, interpret)
     rows = chosen.gate_up.rows
     groups = group_pairs(expert_ids, gate_packed.shape[0], rows)

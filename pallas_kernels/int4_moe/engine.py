@@ -1,30 +1,15 @@
 """What the three engines share: the sizes of a kernel, and how a stage's weights reach the registers."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.int4_moe import registers
-from pallas_kernels.int4_moe.registers import GROUP, register_function
-
-EngineName = Literal["mma", "wgmma", "tcgen05"]
-UNIT = 64  # weight rows of a unit
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """Sizes of one kernel. `k_step` is the k of a pipeline stage, `split` the shares k is cut into."""
-
-    engine: EngineName
-    rows: int
-    warpgroups: int = 2
-    k_step: int = 256
-    stages: int = 4
-    split: int = 1
+from pallas_kernels.int4_moe.registers import register_function
+from pallas_kernels.int4_moe.tile import GROUP, UNIT, Tile
 
 
 def swizzled(columns: int, itemsize: int) -> tuple[Any, ...]:

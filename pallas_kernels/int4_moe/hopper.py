@@ -8,7 +8,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.int4_moe.engine import UNIT, Engine, dequantizers, swizzled
+from pallas_kernels.int4_moe.engine import Engine, dequantizers, swizzled
+from pallas_kernels.int4_moe.tile import UNIT
 
 
 class Hopper(Engine):

@@ -7,7 +7,7 @@ through a ring without a gap between items. Weights are the left operand, unpack
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,11 @@ from jaxtyping import Array, BFloat16, Float, Int
 
 from pallas_kernels.int4_moe import registers
 from pallas_kernels.int4_moe.blackwell import Blackwell
-from pallas_kernels.int4_moe.engine import UNIT, Engine, EngineName, Tile, swizzled
+from pallas_kernels.int4_moe.engine import Engine, swizzled
 from pallas_kernels.int4_moe.hopper import Hopper
-from pallas_kernels.int4_moe.registers import GROUP, register_function
+from pallas_kernels.int4_moe.registers import register_function
 from pallas_kernels.int4_moe.routing import Groups
+from pallas_kernels.int4_moe.tile import GROUP, UNIT, EngineName, Kind, Tile
 from pallas_kernels.int4_moe.warp import Warp
 
 _ENGINES: dict[EngineName, type[Engine]] = {"mma": Warp, "wgmma": Hopper, "tcgen05": Blackwell}
@@ -35,7 +36,6 @@ class Launch:
     interpret: bool = False
 
 
-Kind = Literal["gate_up", "down"]
 Weights = tuple[Int[Array, "slots out in_words"], BFloat16[Array, "slots out groups"]]
 
 
@@ -58,15 +58,6 @@ def down(
 ) -> Float[Array, "split grouped hidden"]:
     """Every active tile times its expert's down projection, in shares of k, from activations in pair order."""
     return _grouped(x, groups, (weights, weights), tile, launch, "down")
-
-
-def shared_memory_bytes(tile: Tile, kind: Kind) -> int:
-    """Shared memory of a CTA: the ring's stages and the output staging."""
-    weights = 2 * UNIT * tile.warpgroups * (tile.k_step // 2 + tile.k_step // GROUP * 2)
-    stage = weights + tile.rows * tile.k_step * 2
-    fused = kind == "gate_up" and tile.split == 1
-    out = tile.warpgroups * UNIT * tile.rows * (2 if fused else 4)
-    return tile.stages * stage + out
 
 
 def _grouped(x, groups: Groups, units: tuple[Weights, Weights], tile: Tile, launch: Launch, kind: Kind) -> jax.Array:

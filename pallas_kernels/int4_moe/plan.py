@@ -10,9 +10,8 @@ from typing import Any, Literal, get_args
 import jax
 
 from meshes.hardware import GPUS
-from pallas_kernels.int4_moe.engine import UNIT, EngineName, Tile
-from pallas_kernels.int4_moe.matmul import Kind, shared_memory_bytes
 from pallas_kernels.int4_moe.routing import tile_bound
+from pallas_kernels.int4_moe.tile import UNIT, EngineName, Kind, Tile, shared_memory_bytes
 
 Implementation = Literal["auto", "reference", "warp", "hopper", "blackwell"]
 

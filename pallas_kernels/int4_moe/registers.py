@@ -18,7 +18,8 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-GROUP = 32
+from pallas_kernels.int4_moe.tile import GROUP
+
 MAGIC = 0x4300_4300  # bfloat16 128.0 twice: or-ing a code u into its low bits gives exactly 128 + u
 OFFSET = 0x4308_4308  # 136.0 twice: 128 and the code's own offset of 8
 NEGATIVE_OFFSET = 0xC308_C308

@@ -9,8 +9,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.int4_moe import registers
-from pallas_kernels.int4_moe.engine import UNIT, Engine
+from pallas_kernels.int4_moe.engine import Engine
 from pallas_kernels.int4_moe.registers import register_function
+from pallas_kernels.int4_moe.tile import UNIT
 
 
 class Warp(Engine):

@@ -1,12 +1,16 @@
 """One public function for MLA tree attention, which picks an implementation and says what it picked and why."""
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.tree_attention import reference, schedule, selection
+from pallas_kernels.tree_attention import reference, selection
 from pallas_kernels.tree_attention.selection import Implementation
+
+if TYPE_CHECKING:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 def tree_attention(
@@ -22,8 +26,8 @@ def tree_attention(
     scale: float,
     valid: Bool[Array, "requests rows"] | None = None,
     implementation: Implementation = "auto",
-    config: selection.Config | None = None,
-    interpret: plgpu.InterpretGPUParams | None = None,
+    config: "selection.Config | None" = None,
+    interpret: "plgpu.InterpretGPUParams | None" = None,
 ) -> tuple[Float[Array, "requests rows heads kv_lora_rank"], Float[Array, "requests rows heads"]]:
     """Attend from the rows of a draft tree to a cached latent prefix and to their own ancestors (absorbed MLA).
 
@@ -64,7 +68,9 @@ def tree_attention(
             f"the {choice.implementation} kernel takes no arrays that are tracked as varying over mesh axes: "
             "give shard_map check_vma=False"
         )
-    kernel = selection.KERNELS[choice.implementation]
+    from pallas_kernels.tree_attention import schedule  # not before a kernel is wanted, as kernel_module says
+
+    kernel = selection.kernel_module(choice.implementation)
     if not isinstance(config, kernel.Config | None):
         raise ValueError(f"config is a {type(config).__module__}.Config, but {choice.implementation} was picked")
     return schedule.launch(

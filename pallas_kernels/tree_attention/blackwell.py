@@ -19,7 +19,7 @@ from jaxtyping import Array, BFloat16, Float32, Int32
 
 from pallas_kernels.tree_attention import registers, schedule
 from pallas_kernels.tree_attention.registers import spread
-from pallas_kernels.tree_attention.schedule import TILE_ROWS
+from pallas_kernels.tree_attention.selection import TILE_ROWS
 
 BLOCK = 64
 STAGES = 2

@@ -20,9 +20,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.tree_attention import registers
 
-TILE_ROWS = 64
-"""Query rows of a block of threads: a query row is one head of one tree row."""
-
 WORD = 32
 """Mask bits a word."""
 

@@ -2,21 +2,24 @@
 
 import dataclasses
 import functools
+import importlib
 import importlib.resources
 import json
 import re
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.tree_attention import blackwell, blackwell_pair, hopper
-from pallas_kernels.tree_attention.schedule import TILE_ROWS
+if TYPE_CHECKING:
+    from pallas_kernels.tree_attention import blackwell, blackwell_pair, hopper
+
+    Config = hopper.Config | blackwell.Config | blackwell_pair.Config
 
 Implementation = Literal["auto", "reference", "hopper", "blackwell", "blackwell_pair"]
 
-Config = hopper.Config | blackwell.Config | blackwell_pair.Config
-KERNELS = {"hopper": hopper, "blackwell": blackwell, "blackwell_pair": blackwell_pair}
+TILE_ROWS = 64
+"""Query rows of a block of threads: a query row is one head of one tree row."""
 _ARCHITECTURES = {
     "hopper": re.compile(r"\b(GH200|H20|H100|H200|H800)\b"),
     "blackwell": re.compile(r"\bG?B(100|200|300)\b"),
@@ -44,8 +47,13 @@ class Choice:
     """An implementation, the launch parameters of a kernel (None for the reference), and the reason in words."""
 
     implementation: str
-    config: Config | None
+    config: "Config | None"
     reason: str
+
+
+def kernel_module(name: str) -> Any:
+    """The module of a kernel, with its `Config` and `attend`. Mosaic's dialects take a second to import: not before."""
+    return importlib.import_module(f"{__package__}.{name}")
 
 
 def current_device() -> Device:
@@ -134,7 +142,7 @@ def _obstacle(name: str, positions: int, kv_lora_rank: int, rope: int, dtype) ->
 
 def _config(name: str, *, requests: int, query_rows: int, rows: int, positions: int, cores: int):
     data = tuning()[name]
-    kernel = KERNELS[name]
+    kernel = kernel_module(name)
     options = {"min_tiles": data["min_tiles"]}
     if name == "hopper":
         options["cluster"] = 2 if -(-query_rows // TILE_ROWS) >= data["cluster_from_tiles"] else 1

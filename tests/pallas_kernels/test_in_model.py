@@ -37,7 +37,7 @@ from pallas_kernels.int4_moe import TOLERANCE, Target, int4_moe, plan
 from pallas_kernels.int4_moe.plan import Shape
 from pallas_kernels.tree_attention import tree_attention
 from pallas_kernels.tree_attention.checks import OUT_TOLERANCE
-from pallas_kernels.tree_attention.selection import KERNELS
+from pallas_kernels.tree_attention.selection import kernel_module
 
 CHECKPOINT = Path(__file__).parents[1] / "data" / "tiny_random"  # its tokenizer, and most of its sizes
 HGX, NVL36, NVL72 = preset("hgx-ib-16"), preset("nvl36"), preset("nvl72")
@@ -126,7 +126,7 @@ def relative_error(got, want) -> float:
 
 def attention_of(target: Target, ranks=None) -> OneRankAtATime:
     name = target.architecture
-    config = KERNELS[name].Config(splits=2)  # requests are cut, and joined again
+    config = kernel_module(name).Config(splits=2)  # requests are cut, and joined again
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     options = {"implementation": name, "config": config, "interpret": interpret}
     return OneRankAtATime(tree_attention, lambda *_: (name, options), ranks)

@@ -17,7 +17,7 @@ from kimi_jax.profiling.report import make_report
 from kimi_jax.profiling.traffic import host_transfers, materialised
 from meshes import gpu
 from pallas_kernels import int4_moe
-from pallas_kernels.int4_moe.matmul import shared_memory_bytes
+from pallas_kernels.int4_moe.tile import shared_memory_bytes
 
 GOLDEN = runpy.run_path(str(Path(__file__).with_name("golden.py")))
 

@@ -13,7 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.int4_moe import TOLERANCE, Plan, Target, int4_moe, self_check
 from pallas_kernels.int4_moe.api import run
-from pallas_kernels.int4_moe.engine import Engine, Tile
+from pallas_kernels.int4_moe.engine import Engine
+from pallas_kernels.int4_moe.tile import Tile
 
 problems = runpy.run_path(str(Path(__file__).with_name("problems.py")))
 Problem, relative_error = problems["Problem"], problems["relative_error"]

@@ -4,10 +4,9 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.int4_moe import Shape, Target, plan
-from pallas_kernels.int4_moe.engine import UNIT
-from pallas_kernels.int4_moe.matmul import shared_memory_bytes
 from pallas_kernels.int4_moe.plan import SHARED_MEMORY_BYTES
 from pallas_kernels.int4_moe.shapes import SHAPES, expert_parallel, tensor_parallel
+from pallas_kernels.int4_moe.tile import UNIT, shared_memory_bytes
 
 H200, B200, GB300 = (
     Target("NVIDIA H200", "9.0", 132),

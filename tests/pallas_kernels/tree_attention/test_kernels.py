@@ -8,7 +8,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.tree_attention import tree_attention
-from pallas_kernels.tree_attention.selection import KERNELS
+from pallas_kernels.tree_attention.selection import kernel_module
 from pallas_kernels.tree_attention.shapes import SCALE, Shape, parents, problem
 
 RNG = np.random.default_rng(3)
@@ -52,7 +52,7 @@ CASES = {(kernel, name): case for name, case in BOTH.items() for kernel in ("hop
 
 @pytest.mark.parametrize(("kernel", "name"), CASES)
 def test_it_matches_the_oracle_without_races(kernel, name, oracle, assert_matches):
-    case, module = CASES[kernel, name], KERNELS[kernel]
+    case, module = CASES[kernel, name], kernel_module(kernel)
     arguments = problem(case.shape, trees=case.trees, query_std=case.query_std)
     options = {"implementation": kernel, "config": module.Config(**case.options)}
     interpret = plgpu.InterpretGPUParams(detect_races=True)
