@@ -34,3 +34,9 @@ def test_help_and_refused_folders_do_not_import_jax():
     assert target == "gone/config.json: no such file; a checkpoint directory holds a config.json"
     assert drafter == "gone/config.json: no such file; a drafter's folder holds a config.json"
     assert imported == "False"
+
+
+def test_the_engine_does_not_import_kernels_that_no_cpu_runs():
+    source = "import sys, kimi_jax.decoding.engine; print('jax.experimental.mosaic.gpu' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout == "False\n"
