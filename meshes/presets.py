@@ -84,6 +84,11 @@ class Preset:
     gpu_names: tuple[str, ...]
     """GPUs (short names of `meshes.hardware`) that this machine exists with; the first is the default."""
 
+    def check_gpu(self, gpu_name: str) -> None:
+        """Raises LayoutError where the machine does not exist with this GPU."""
+        if gpu_name not in self.gpu_names:
+            raise LayoutError(f"{self.name} is made of {', '.join(self.gpu_names)}, not of {gpu_name}")
+
     def span(self, *axes: str) -> AxisSpan:
         """What a collective over these mesh axes crosses on this machine."""
         return _span(self.layout, self.topology, axes)

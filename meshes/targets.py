@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from meshes.devices import use_cpu_if_no_gpu
 from meshes.hardware import GPU, gpu
-from meshes.presets import LayoutError, Preset
+from meshes.presets import Preset
 
 if TYPE_CHECKING:
     from jaxlib._jax import Device
@@ -74,8 +74,7 @@ def topology_devices(preset: Preset, gpu_name: str) -> list["Device"]:
         RuntimeError: the CUDA plugin is missing.
     """
     config = target(gpu_name)
-    if gpu_name.lower() not in preset.gpu_names:
-        raise LayoutError(f"{preset.name} is made of {', '.join(preset.gpu_names)}, not of {gpu_name}")
+    preset.check_gpu(gpu_name.lower())
     use_cpu_if_no_gpu()
     from jax.experimental import topologies
 

@@ -102,8 +102,7 @@ def make_scenario(
 
 def validate(s: Scenario) -> None:
     """Refuse what cannot be built or means nothing; see `make_scenario` for what is raised."""
-    if s.gpu.name not in s.preset.gpu_names:
-        raise LayoutError(f"{s.preset.name} is made of {', '.join(s.preset.gpu_names)}, not of {s.gpu.name}")
+    s.preset.check_gpu(s.gpu.name)
     check_model_layout(s.preset, s.model)
     if s.budget and s.acceptance.max_depth != s.drafter.max_depth:
         raise ValueError(
