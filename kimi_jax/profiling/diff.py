@@ -110,18 +110,24 @@ def show(found: list[Change]) -> Table | str:
     """For a terminal."""
     if not found:
         return "they are equal"
-    table = Table()
+    table = Table(title="figures that differ; memory in bytes")
     table.add_column("what")
-    table.add_column("before", justify="right")
-    table.add_column("after", justify="right")
+    for name in ("before", "after", "ratio"):
+        table.add_column(name, justify="right")
     for change in found:
-        table.add_row(change.what, _text(change.before), _text(change.after))
+        table.add_row(change.what, _text(change.before), _text(change.after), _ratio(change.before, change.after))
     return table
 
 
 def _text(value: Any) -> str:
     if value is None:
         return "none"
-    if isinstance(value, float):
-        return f"{value:,.2f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    if not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,.2f}" if isinstance(value, float) and abs(value) < 1000 else f"{value:,.0f}"
+
+
+def _ratio(before: Any, after: Any) -> str:
+    if not all(isinstance(value, int | float) for value in (before, after)) or not before:
+        return ""
+    return f"{after / before:.3g}"

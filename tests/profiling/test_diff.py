@@ -4,6 +4,7 @@ import copy
 import json
 
 import pytest
+from rich.table import Table
 
 from kimi_jax.profiling.diff import Change, changes, figures, load, show
 
@@ -51,3 +52,12 @@ def test_what_is_no_report_is_refused(tmp_path):
     path.write_text(json.dumps([1]))
     with pytest.raises(ValueError, match=r"x\.json: not a report"):
         load(path)
+
+
+def test_the_table_has_ratios_of_numbers():
+    table = show([Change("moved", 1000.5, 1500.75), Change("gpu", "h200", "b200"), Change("kernel", None, 3)])
+    assert isinstance(table, Table)
+    columns = [list(column.cells) for column in table.columns]
+    assert columns[1] == ["1,000", "h200", "none"]
+    assert columns[2] == ["1,501", "b200", "3"]
+    assert columns[3] == ["1.5", "", ""]
