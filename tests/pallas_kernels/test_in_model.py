@@ -55,6 +55,8 @@ PRESETS = {
 DEFAULT_RUN = {"hgx-ib-16": (0, 13)}
 """The default run checks attention on these ranks; the slow run all ranks, and the experts, which compile longer."""
 ROWS, CAPACITY = 9, 80
+INTERPRETER = threading.Lock()
+"""One for both operations: replicas run at their own pace, one in its experts while another is in attention."""
 
 
 def kernel_sized(config: ModelConfig) -> ModelConfig:
@@ -92,7 +94,7 @@ class OneRankAtATime:
 
     def __init__(self, function, kernel_options, ranks=None):
         self.kernel_options, self.ranks = kernel_options, ranks
-        self.lock, self.errors, self.names = threading.Lock(), [], set()
+        self.errors, self.names = [], set()
         self.compiled = functools.cache(lambda **options: jax.jit(functools.partial(function, **options)))
 
     def __call__(self, *operands, **options):
@@ -108,7 +110,7 @@ class OneRankAtATime:
             if self.ranks is not None and int(rank) not in self.ranks:
                 return jax.tree.map(np.asarray, reference(*operands))
             # The interpreter, and a lock over it, until the values have arrived.
-            with self.lock, plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+            with INTERPRETER, plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
                 got = jax.tree.map(np.asarray, kernel(*operands))
             want = jax.tree.map(np.asarray, reference(*operands))
             self.errors.append(relative_error(jax.tree.leaves(got)[0], jax.tree.leaves(want)[0]))
