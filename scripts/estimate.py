@@ -315,7 +315,8 @@ def run_check(options: CheckOptions) -> None:
     quiet_compiler()
     use_cpu_if_no_gpu()
     from kimi_jax.profiling import check
-    from kimi_jax.profiling.compile import Case, compile_program, kimi_drafter, with_layers
+    from kimi_jax.profiling.case import Case, kimi_drafter, with_layers
+    from kimi_jax.profiling.compile import compile_program
     from kimi_jax.profiling.report import make_report
 
     machine = options.machine()

@@ -137,7 +137,8 @@ def compile_absent(options: Options, gpu: str, status: Console) -> "Report":
     quiet_compiler()
     use_cpu_if_no_gpu()  # before jax starts: its CUDA plugin then registers without a driver, to compile only
 
-    from kimi_jax.profiling.compile import Case, compile_program, kimi_drafter, with_layers
+    from kimi_jax.profiling.case import Case, kimi_drafter, with_layers
+    from kimi_jax.profiling.compile import compile_program
     from kimi_jax.profiling.dump import write_index
     from kimi_jax.profiling.report import make_report
 

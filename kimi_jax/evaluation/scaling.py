@@ -15,7 +15,8 @@ from kimi_jax.decoding.engine import Draft, open_checkpoint
 from kimi_jax.decoding.generate import Limits, prefill
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.parameters import Parameters
-from kimi_jax.profiling.compile import Case, compile_for
+from kimi_jax.profiling.case import Case
+from kimi_jax.profiling.compile import compile_for
 from kimi_jax.profiling.hlo import Module
 from kimi_jax.profiling.messages import collectives
 from meshes.devices import build_mesh, simulate

@@ -17,7 +17,7 @@ from kimi_jax.estimator.model import Drafter
 from kimi_jax.estimator.routing import uniform
 from kimi_jax.estimator.scenario import Scenario, make_scenario
 from kimi_jax.estimator.step import Estimate, estimate, expert_load
-from kimi_jax.profiling.compile import Case
+from kimi_jax.profiling.case import Case
 from kimi_jax.profiling.report import PartReport, Report
 from meshes import gpu
 

@@ -6,42 +6,36 @@ of compile-only devices. It works on a machine without a GPU, in a process that 
 
 import dataclasses
 import functools
-import json
 import re
 import resource
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from kimi_jax.config import ModelConfig
 from kimi_jax.decoding.engine import model_for
-from kimi_jax.decoding.programs import CACHE_MULTIPLE, Programs
+from kimi_jax.decoding.programs import Programs
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.decoding.speculation import DFlashSpeculation, NoSpeculation, Speculation
 from kimi_jax.decoding.state import DecodeState
-from kimi_jax.drafter.config import DrafterConfig
 from kimi_jax.drafter.dflash import DFlash
 from kimi_jax.model.attention import LatentAttention
 from kimi_jax.model.moe import Experts, Router
 from kimi_jax.model.transformer import Transformer
 from kimi_jax.parallel import collectives
-from kimi_jax.parallel.exchange_choice import may_overflow, used
+from kimi_jax.parallel.exchange_choice import may_overflow
 from kimi_jax.parallel.sharding import REQUESTS, rules
 from kimi_jax.parameters import Declaration, Parameters, abstract, declarations
 from kimi_jax.profiling.assembler import Assembled, caught_output, read, with_shared_memory
+from kimi_jax.profiling.case import Case
 from meshes.devices import build_mesh
-from meshes.presets import Preset, expert_slots
 from meshes.targets import topology_devices
-
-Program = Literal["round", "decode", "prefill"]
 
 NEW_TOKENS = 256
 """Room for emitted tokens in the state; it costs four bytes a token and request."""
@@ -49,117 +43,6 @@ NEW_TOKENS = 256
 
 class CompileError(RuntimeError):
     """A program that does not compile; the message names the layer and part, or the weight and axis."""
-
-
-def kimi_drafter() -> DrafterConfig:
-    """The public Kimi drafters (z-lab/Kimi-K2.5-DFlash and Kimi-K2.6-DFlash share their shape; 3.48 B weights).
-
-    The values of their config.json as users of the gated repository quote them (tt-metal, vllm-ascend); the parameter
-    count they give is the size of the published file.
-    """
-    text = resources.files("kimi_jax").joinpath("assets", "kimi_drafter_config.json").read_text()
-    return DrafterConfig.from_dict(json.loads(text))
-
-
-def with_layers(config: ModelConfig, drafter: DrafterConfig, layers: int) -> tuple[ModelConfig, DrafterConfig]:
-    """The first `layers` of a model, the drafter's taps spread over them: a quick look at the same program."""
-    if not 1 <= layers <= config.num_hidden_layers:
-        raise ValueError(f"layers is {layers}; the model has 1 to {config.num_hidden_layers}")
-    last = max(len(drafter.target_layer_ids) - 1, 1)
-    taps = tuple(tap * (layers - 1) // last for tap in range(len(drafter.target_layer_ids)))
-    return (
-        dataclasses.replace(config, num_hidden_layers=layers),
-        dataclasses.replace(drafter, num_target_layers=layers, target_layer_ids=taps),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """What is compiled: one program of one model on one machine, at one load."""
-
-    config: ModelConfig
-    preset: Preset
-    gpu: str
-    """Short name of `meshes.hardware`."""
-    requests: int
-    """In the whole machine."""
-    context: int
-    """Cached tokens of each request."""
-    budget: int = 16
-    """Tree nodes a round verifies, the root not counted; 0 decodes without a drafter."""
-    drafter: DrafterConfig | None = None
-    """None where the budget is 0."""
-    program: Program = "round"
-    prefill_chunk: int = 512
-    """Rows of each request in a prefill step."""
-    dtype: DTypeLike = jnp.bfloat16
-
-    def __post_init__(self) -> None:
-        if self.program not in get_args(Program):
-            raise ValueError(f"program is {self.program!r}; choose from {', '.join(get_args(Program))}")
-        for name in ("requests", "context", "prefill_chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
-        if self.budget < 0:
-            raise ValueError(f"budget is {self.budget}; a tree has 0 nodes or more")
-        if self.budget and self.drafter is None:
-            raise ValueError(f"a budget of {self.budget} nodes needs a drafter's configuration")
-
-    @property
-    def title(self) -> str:
-        """In one line."""
-
-        def many(count: int, what: str) -> str:
-            return f"{count} {what}{'s' if count > 1 else ''}"
-
-        return (
-            f"{self.program} of {self.config.num_hidden_layers} layers on {self.preset.name} ({self.preset.layout}) "
-            f"with {self.gpu}: {many(self.requests, 'request')} × {many(self.rows, 'row')} at context {self.context}, "
-            f"{many(self.device_requests, 'request')} a device"
-        )
-
-    @property
-    def layout_multiple(self) -> int:
-        """Batches are padded to a multiple of this."""
-        return self.preset.layout.dp * self.preset.layout.ep
-
-    @property
-    def padded_requests(self) -> int:
-        """Requests of the compiled program."""
-        return -(-self.requests // self.layout_multiple) * self.layout_multiple
-
-    @property
-    def device_requests(self) -> int:
-        """Requests of one device."""
-        return self.padded_requests // self.layout_multiple
-
-    @property
-    def expert_slots(self) -> int:
-        """Of one replica, over all its ranks."""
-        return expert_slots(self.config.n_routed_experts, self.preset.layout.expert_ranks)
-
-    @property
-    def exchange(self) -> str:
-        """What carries rows to experts on other ep ranks: the layout's, or what `auto` takes for these rows."""
-        rows, layout = self.device_requests * self.rows, self.preset.layout
-        return used(layout, rows, self.config.num_experts_per_tok, self.expert_slots)
-
-    @property
-    def rows(self) -> int:
-        """Rows the target runs for each request."""
-        return self.prefill_chunk if self.program == "prefill" else self.budget + 1
-
-    @property
-    def depth(self) -> int:
-        """Longest path of a draft tree."""
-        return min(self.drafter.block_size - 1, self.budget) if self.drafter and self.budget else 0
-
-    @property
-    def capacity(self) -> int:
-        """Cached positions that are compiled for: the context and one round's rows."""
-        layout = self.preset.layout
-        multiple = CACHE_MULTIPLE * (layout.tp if layout.cache == "split" else 1)
-        return -(-(self.context + self.depth + 1) // multiple) * multiple
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,8 @@ from kimi_jax.decoding.generate import Limits, chunk_rows, prefill
 from kimi_jax.decoding.programs import Programs
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.parameters import Parameters
-from kimi_jax.profiling.compile import Case, Compiled, Program, compile_for, program_arguments
+from kimi_jax.profiling.case import Case, Program
+from kimi_jax.profiling.compile import Compiled, compile_for, program_arguments
 from kimi_jax.profiling.dump import write_index
 from kimi_jax.profiling.hlo import Module, part_of
 from kimi_jax.profiling.traffic import CONTROL

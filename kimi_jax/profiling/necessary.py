@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from kimi_jax.estimator.routing import uniform
-from kimi_jax.profiling.compile import Case, Placed
+from kimi_jax.profiling.case import Case
+from kimi_jax.profiling.compile import Placed
 
 _WEIGHT_PARTS = (
     (r"^drafter\.", "drafter"),

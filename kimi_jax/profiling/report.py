@@ -14,7 +14,8 @@ from kimi_jax.estimator.collectives import Network, Transfer, all_reduce, gather
 from kimi_jax.estimator.constants import LINKS, Constants
 from kimi_jax.profiling import traffic
 from kimi_jax.profiling.assembler import Assembled
-from kimi_jax.profiling.compile import Case, Compiled, Placed
+from kimi_jax.profiling.case import Case
+from kimi_jax.profiling.compile import Compiled, Placed
 from kimi_jax.profiling.hlo import PARTS, Module
 from kimi_jax.profiling.messages import Collective, collectives
 from kimi_jax.profiling.necessary import (

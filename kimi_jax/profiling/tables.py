@@ -3,7 +3,7 @@
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from kimi_jax.profiling.compile import Case
+from kimi_jax.profiling.case import Case
 from kimi_jax.profiling.live import Live
 from kimi_jax.profiling.report import PartReport, Report
 from kimi_jax.profiling.traffic import Materialised

@@ -12,7 +12,7 @@ from kimi_jax.estimator.scenario import make_scenario
 from kimi_jax.estimator.step import estimate
 from kimi_jax.parallel.messages import forward_messages
 from kimi_jax.parallel.placement import even_placement
-from kimi_jax.profiling.compile import Case, kimi_drafter
+from kimi_jax.profiling.case import Case, kimi_drafter
 from kimi_jax.profiling.tables import exchange_note
 from meshes import PRESETS, gpu, preset
 from meshes.devices import build_mesh

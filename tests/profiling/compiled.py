@@ -13,7 +13,8 @@ from pathlib import Path
 from kimi_jax.config import ModelConfig
 from kimi_jax.drafter.config import DrafterConfig
 from kimi_jax.estimator.model import k26
-from kimi_jax.profiling.compile import Case, Program, compile_program, kimi_drafter, with_layers
+from kimi_jax.profiling.case import Case, Program, kimi_drafter, with_layers
+from kimi_jax.profiling.compile import compile_program
 from meshes.presets import preset
 
 

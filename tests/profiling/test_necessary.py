@@ -8,12 +8,11 @@ import pytest
 from kimi_jax.estimator.model import k26
 from kimi_jax.estimator.scenario import make_scenario
 from kimi_jax.estimator.step import estimate
+from kimi_jax.profiling.case import Case, kimi_drafter
 from kimi_jax.profiling.compile import (
-    Case,
     CompileError,
     abstract_parameters,
     compile_for,
-    kimi_drafter,
     placed_weights,
     program_arguments,
     programs_of,
