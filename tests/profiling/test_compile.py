@@ -74,7 +74,7 @@ def test_packed_weights_and_cache_are_read_in_place(compiled):
 def test_kernels_serve_both_presets(compiled):
     report = make_report(compiled)
     kernels = {part.part: sum(kernel.count for kernel in part.kernels) for part in report.parts}
-    assert kernels["experts"] == 2  # gate with up, and down, of the one layer with experts
+    assert kernels["experts"] == 4  # gather, gate with up, down and combine of the one layer with experts
     assert kernels["attention"] >= 2  # one a layer, and one that joins pieces of a long context
 
 
