@@ -17,6 +17,9 @@ IMBALANCE = 1.5
 OVERFLOW_PROBABILITY = 1e-4
 """Of any buffer of a layer overflowing in a step, for rows that choose independently and as unevenly as that."""
 
+OVERFLOW = "overflow"
+"""Named scope of what a step runs whose rows do not fit the buffers: reports on a program leave that branch out."""
+
 
 @functools.lru_cache
 def buffer_rows(

@@ -11,15 +11,14 @@ import math
 import re
 from collections.abc import Iterator
 
+from kimi_jax.parallel.exchange_choice import OVERFLOW
+
 PARTS = (
     "attention", "router", "experts", "shared_expert", "dense", "head", "drafter", "tree", "exchange", "reductions",
     "other",
 )  # fmt: skip
 """In the order of a table; `other` is embedding, final norm, and what commits a round."""
 _SCOPES = {part: part for part in PARTS} | {"sampling": "head"}
-
-OVERFLOW = "overflow"
-"""Scope of the branch that an exchange takes in a step whose rows do not fit its buffers."""
 
 _ITEM_BITS = {
     "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "f16": 16, "bf16": 16, "s32": 32, "u32": 32,

@@ -4,8 +4,8 @@ The kernels read the checkpoint's layout as it is: word c of a group of 32 weigh
 nibble first. Shifting a word right by 4b and keeping the lowest nibble of each half leaves values 8c+b and 8c+b+4 in
 the two 16-bit halves. Lane c of a tensor-core fragment holds columns 2c, 2c+1 (and 2c+8, 2c+9), so those two values sit
 where the instruction expects columns 8b+2c and 8b+2c+1 of the group. Multiplying needs the same order of the
-activations, `pair_order`, which costs nothing: it happens where rows are gathered, and the gate and up product is
-written in it by renaming lanes (`PAIR_OUT`).
+activations, `pair_order`: one pass over a call's rows before they are gathered; the gate and up product is written
+in it by renaming lanes (`PAIR_OUT`), which costs nothing.
 """
 
 from collections.abc import Callable, Sequence

@@ -18,7 +18,7 @@ from kimi_jax.parallel.exchange.base import (
     pack_columns,
     unpack_columns,
 )
-from kimi_jax.parallel.exchange_choice import buffer_rows, chosen
+from kimi_jax.parallel.exchange_choice import OVERFLOW, buffer_rows, chosen
 
 
 def alltoall(
@@ -68,7 +68,7 @@ def alltoall(
             return summed.astype(rows.dtype)
 
     def exact() -> Float[Array, "rows hidden"]:
-        with jax.named_scope("overflow"):  # by which reports on a program tell this branch from the usual one
+        with jax.named_scope(OVERFLOW):
             return allgather(rows, slots, weights, experts, num_local, expert_axes=expert_axes)
 
     if capacity >= rows.shape[0]:
