@@ -54,18 +54,15 @@ class DraftTree:
 
 
 class _Prefixes(NamedTuple):
-    """Candidate prefixes of one depth, or of all."""
+    """Candidate prefixes of one depth, or of all: nothing but what they are compared by, in that order."""
 
+    off_chain: tuple[Int[Array, " n"], ...]
+    """One array, 0 on the chain of argmaxes and 1 off it, where that chain is kept; else nothing."""
     high: Float[Array, " n"]
     low: Float[Array, " n"]
-    """The cumulative log-probability is high + low."""
+    """high + low is the surprisal, the negated cumulative log-probability."""
     path: tuple[Int[Array, " n"], ...]
     """The ranks along the path, packed: comparing the words compares the tuples (see `_Packing`)."""
-    rank: Int[Array, " n"]
-    token: Int[Array, " n"]
-    depth: Int[Array, " n"]
-    argmax: Bool[Array, " n"]
-    """On the chain of argmaxes."""
 
 
 class _Packing(NamedTuple):
@@ -85,6 +82,11 @@ class _Packing(NamedTuple):
         """Word and shift of the digit of a 1-based depth."""
         word, digit = divmod(depth - 1, self.per_word)
         return word, (self.per_word - 1 - digit) * self.bits
+
+    def rank(self, path: tuple[Array, ...], depth: int) -> Array:
+        """Rank of the prefix of each path that ends at a 1-based depth."""
+        word, shift = self.place(depth)
+        return ((path[word] >> shift) & ((1 << self.bits) - 1)) - 1
 
     def masks(self, depth: int) -> np.ndarray:
         """[depth + 1, words]: the bits that a path of each length uses."""
@@ -242,7 +244,10 @@ def top_log_probs(
     """
     logits = logits.astype(jnp.float32)
     local = logits.shape[-1]
-    values, ids = lax.top_k(logits, min(k, local))
+    if k == 1:
+        ids, values = (x[..., None] for x in largest(logits))
+    else:
+        values, ids = lax.top_k(logits, min(k, local))
     ids = ids + axis_index(axis) * local
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     last = logits.ndim - 1
@@ -252,6 +257,16 @@ def top_log_probs(
         values - jax.nn.logsumexp(total, axis=-1, keepdims=True),
         jnp.take_along_axis(ids, order, axis=-1),
     )
+
+
+def largest(x: Float[Array, "*batch n"]) -> tuple[Int[Array, "*batch"], Float[Array, "*batch"]]:
+    """Index and value of each row's largest entry, the first of equals; the value is NaN where the row holds one.
+
+    Two plain reductions, which XLA vectorises on a CPU; its argmax goes entry by entry, at ten times the cost.
+    """
+    best = x.max(axis=-1, keepdims=True)
+    index = jnp.where(x == best, jnp.arange(x.shape[-1], dtype=jnp.int32), x.shape[-1] - 1)
+    return index.min(axis=-1), best[..., 0]
 
 
 @functools.cache
@@ -275,48 +290,50 @@ def _grow(
     log_probs = jnp.where(log_probs > IMPOSSIBLE, log_probs, IMPOSSIBLE)
     packing = _Packing.of(depth, k)
     zero = jnp.zeros(1, jnp.int32)
-    frontier = start = _Prefixes(
-        high=jnp.zeros(1), low=jnp.zeros(1), path=(zero,) * packing.words, rank=zero,
-        token=jnp.asarray(root, jnp.int32)[None], depth=zero, argmax=jnp.ones(1, bool),
-    )  # fmt: skip
+    frontier = start = _Prefixes((zero,) * keep_chain, jnp.zeros(1), jnp.zeros(1), (zero,) * packing.words)
     levels = []
     for d in range(1, depth + 1 if budget else 1):
-        width = frontier.rank.shape[0]
+        width = frontier.high.shape[0]
         if pairs is None:
             i, j = np.divmod(np.arange(width * k, dtype=np.int32), k)
         else:
             i, j = (table[pairs[0] < width] for table in pairs)
         parent = jax.tree.map(lambda x, i=i: x[i], frontier)
-        row = jnp.minimum(parent.rank, parents - 1) if d > 1 else 0
-        high, low = _two_sum(parent.high, parent.low, log_probs[d - 1][row, j])
+        row = packing.rank(parent.path, d - 1) if d > 1 and parents > 1 else 0
+        high, low = _two_sum(parent.high, parent.low, -log_probs[d - 1][row, j])
         word, shift = packing.place(d)
         path = list(parent.path)
         path[word] = path[word] + ((j + 1) << shift)
         best_child = jnp.argmax(log_probs[d - 1], axis=-1)[row]
-        candidates = _Prefixes(
-            high=high, low=low, path=tuple(path), rank=jnp.asarray(j), token=ids[d - 1][j].astype(jnp.int32),
-            depth=jnp.full(len(j), d, jnp.int32), argmax=parent.argmax & (j == best_child),
-        )  # fmt: skip
-        frontier = _best(candidates, budget, keep_chain)
+        off_chain = tuple(off | (j != best_child) for off in parent.off_chain)
+        frontier = _first(_Prefixes(off_chain, high, low, tuple(path)), budget)
         levels.append(frontier)
+    nodes, depths = start, np.zeros(1, np.int32)
     if levels:
-        nodes = _best(jax.tree.map(lambda *x: jnp.concatenate(x), *levels), budget, keep_chain)
-        nodes = _best(nodes, budget, False) if keep_chain else nodes
-        nodes = jax.tree.map(lambda *x: jnp.concatenate(x), start, nodes)
-    else:
-        nodes = start
-    real = nodes.high > IMPOSSIBLE / 2
+        joined = jax.tree.map(lambda *x: jnp.concatenate(x), *levels)
+        depths = np.repeat(np.arange(1, depth + 1, dtype=np.int32), [level.high.shape[0] for level in levels])
+        chosen, depths = _first(joined, budget, depths)
+        if keep_chain:
+            chosen, depths = _first(chosen._replace(off_chain=()), budget, depths)
+            start = start._replace(off_chain=())
+        nodes = jax.tree.map(lambda *x: jnp.concatenate(x), start, chosen)
+        depths = jnp.concatenate([zero, depths])
+    real = nodes.high < -IMPOSSIBLE / 2
 
-    key = jnp.stack(nodes.path, axis=-1) if packing.words else jnp.zeros((*nodes.rank.shape, 0), jnp.int32)
-    used = jnp.asarray(packing.masks(depth))[nodes.depth]
+    key = jnp.stack(nodes.path, axis=-1) if packing.words else jnp.zeros((*nodes.high.shape, 0), jnp.int32)
+    used = jnp.asarray(packing.masks(depth))[depths]
     ancestors = jnp.all(key[:, None, :] & used[None] == key[None], axis=-1) & real[:, None] & real
-    is_parent = ancestors & (nodes.depth[None] == nodes.depth[:, None] - 1)
+    is_parent = ancestors & (depths[None] == depths[:, None] - 1)
     found = jnp.where(is_parent.any(axis=-1), jnp.argmax(is_parent, axis=-1), -1)
+    tokens = jnp.asarray(root, jnp.int32)
+    for d in range(1, depth + 1):
+        rank = jnp.maximum(packing.rank(nodes.path, d), 0)
+        tokens = jnp.where(depths == d, ids[d - 1][rank].astype(jnp.int32), tokens)
     tree = DraftTree(
-        tokens=jnp.where(real, nodes.token, 0),
+        tokens=jnp.where(real, tokens, 0),
         parents=found.astype(jnp.int32),
-        depths=jnp.where(real, nodes.depth, 0),
-        cum_log_probs=jnp.where(real, nodes.high + nodes.low, -jnp.inf),
+        depths=jnp.where(real, depths, 0),
+        cum_log_probs=jnp.where(real, -(nodes.high + nodes.low), -jnp.inf),
         ancestors=ancestors,
         num_nodes=jnp.sum(real, dtype=jnp.int32) - 1,
         max_depth=depth,
@@ -324,13 +341,12 @@ def _grow(
     return resize(tree, budget + 1)
 
 
-def _best(prefixes: _Prefixes, count: int, keep_chain: bool) -> _Prefixes:
-    """The first `count` by (argmax chain if kept,) falling probability and path."""
-    size = prefixes.rank.shape[0]
-    first = ((~prefixes.argmax).astype(jnp.int32),) if keep_chain else ()
-    keys = (*first, -prefixes.high, -prefixes.low, *prefixes.path)
-    *_, order = lax.sort((*keys, lax.iota(jnp.int32, size)), num_keys=len(keys))
-    return jax.tree.map(lambda x: x[order[:count]], prefixes)
+def _first(prefixes: _Prefixes, count: int, *along: Array | np.ndarray) -> Any:
+    """The first `count` by falling probability and path, a kept chain before the others; `along` goes along."""
+    keys, tree = jax.tree.flatten(prefixes)
+    ordered = [x[:count] for x in lax.sort((*keys, *map(jnp.asarray, along)), num_keys=len(keys), is_stable=False)]
+    best = jax.tree.unflatten(tree, ordered[: len(keys)])
+    return (best, *ordered[len(keys) :]) if along else best
 
 
 def _two_sum(high: Array, low: Array, x: Array) -> tuple[Array, Array]:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from kimi_jax.ddtree.tree import largest
 from kimi_jax.parallel.collectives import all_gather, axis_index
 
 
@@ -73,10 +74,9 @@ def next_tokens(
 
 def _argmax(logits: Float[Array, "requests rows vocab_local"]) -> tuple[Array, Array]:
     """Greedy choice over the sharded vocabulary: two numbers a row and rank travel; ties go to the lower id."""
-    local = jnp.argmax(logits, axis=-1)
-    best = jnp.take_along_axis(logits, local[..., None], axis=-1)
-    ids = (local + axis_index("tp") * logits.shape[-1]).astype(jnp.int32)[..., None]
-    best, ids = all_gather(best, "tp", dimension=-1), all_gather(ids, "tp", dimension=-1)
+    ids, best = largest(logits)
+    ids = (ids + axis_index("tp") * logits.shape[-1])[..., None]
+    best, ids = all_gather(best[..., None], "tp", dimension=-1), all_gather(ids, "tp", dimension=-1)
     winner = jnp.argmax(best, axis=-1, keepdims=True)
     token = jnp.take_along_axis(ids, winner, axis=-1)[..., 0]
     return token, jnp.isfinite(jnp.take_along_axis(best, winner, axis=-1)[..., 0])
