@@ -148,6 +148,8 @@ def open_engine(options: EngineOptions, console: Console, drafter: Path | None =
         )
     kind = devices.devices[0].device_kind
     gpu = next((GPUS[name] for name in machine.gpu_names if kind.startswith(GPUS[name].device_kind)), None)
+    if mesh.size == 1 and devices.simulated and name == "float32":
+        engine = engine.for_cpu()
     engine = dataclasses.replace(engine, watchdog=watchdog)
     return Opened(engine, machine, f"{where}, {name}", gpu or GPUS[machine.gpu_names[0]], folder)
 

@@ -34,10 +34,10 @@ from meshes.devices import use_cpu_if_no_gpu
 
 PROMPTS = (
     "Add 612 and 259.",
-    'Reverse "garden".',
-    "Write the date 2024-03-17 in words.",
-    "Write as JSON: name=kxq, age=31, city=abcd.",
+    'Count "k" in "kxkkbkxb".',
     "Convert 37 km to m.",
+    "Write as JSON: name=kxq, age=31, city=abcd.",
+    "Table: Otto blue, Mila red, Nora green, Ida gold, Karl pink, Lena white. Sort by name.",
     "Tell a story about a fox named Mila, a forest and a coin.",
 )
 
@@ -50,8 +50,8 @@ class SpeculationOptions(EngineOptions):
     """Directory of a DFlash drafter made for the checkpoint."""
     file: Path | None = None
     """Prompts, as for decode.py; by default a few that suit the bundled checkpoint."""
-    budgets: tuple[int, ...] = (8, 16, 32)
-    """Tree nodes to try, beside plain decoding and the chain."""
+    budgets: tuple[int, ...] = (7, 16, 32)
+    """Tree nodes to try, beside plain decoding and the chain; 7 verify as many rows as a chain of a block of 8."""
     max_new_tokens: int = 64
     """Tokens generated for each prompt at most."""
     repeats: int = 5
@@ -79,7 +79,7 @@ def _speeds(options: SpeculationOptions, with_peers: bool) -> None:
             raise ValueError(f"peers compares on one device, and --mesh is {options.mesh}: leave it out")
         opened = open_engine(options, status, options.drafter)
 
-        from kimi_jax.decoding.engine import PLAIN, Draft
+        from kimi_jax.decoding.engine import PLAIN, Draft, open_checkpoint
         from kimi_jax.evaluation.peers import measure_transformers
         from kimi_jax.evaluation.runs import record
         from kimi_jax.evaluation.speed import measure_speculation, row
@@ -97,7 +97,9 @@ def _speeds(options: SpeculationOptions, with_peers: bool) -> None:
             }
             speeds = measure_speculation(opened.engine, ids, drafts, **shared)
             if with_peers:
-                speeds = [measure_transformers(opened.engine, ids, **shared), *speeds]
+                engine = opened.engine  # its weights lie as a CPU reads them; transformers takes the checkpoint's form
+                original = open_checkpoint(opened.folder, engine.mesh, engine.layout, engine.dtype)
+                speeds = [measure_transformers(original, ids, **shared), *speeds]
         rows = [row(speed, speeds[0]) for speed in speeds]
         if options.json:
             name = "peers" if with_peers else "speculation"

@@ -17,6 +17,7 @@ from kimi_jax.checkpoint.sharded.manifest import is_sharded, read_manifest
 from kimi_jax.checkpoint.sharded.reader import restore
 from kimi_jax.config import ModelConfig
 from kimi_jax.ddtree.budget import ROW_COUNTS, CostTable
+from kimi_jax.decoding.cpu_form import cpu_form
 from kimi_jax.decoding.generate import Limits, Progress, generate
 from kimi_jax.decoding.kernels import Pick, picks
 from kimi_jax.decoding.programs import Programs
@@ -188,6 +189,21 @@ class Engine:
         rebalancer = Rebalancer(self.model, self.mesh, self.layout, every)
         parameters = jax.tree.map(lambda x: x, self.parameters) | {"placement": rebalancer.tables()}
         return dataclasses.replace(self, parameters=parameters, rebalancer=rebalancer)
+
+    def for_cpu(self) -> "Engine":
+        """The same with weights as one CPU's products read them; see `decoding.cpu_form`. It decodes the same text.
+
+        Raises:
+          ValueError: several devices, a GPU, or another type than float32.
+        """
+        if self.mesh.size > 1 or self.mesh.devices.flat[0].platform != "cpu" or self.dtype != jnp.float32:
+            place = f"{self.mesh.size} {self.mesh.devices.flat[0].platform} devices in {jnp.dtype(self.dtype).name}"
+            raise ValueError(f"weights are laid out for one CPU device in float32, and this engine has {place}")
+        model, target = cpu_form(self.model, self.parameters["target"])
+        drafter, parameters = self.drafter, self.parameters | {"target": target}
+        if drafter is not None:
+            drafter, parameters["drafter"] = cpu_form(drafter, parameters["drafter"])
+        return dataclasses.replace(self, model=model, drafter=drafter, parameters=parameters)
 
     def picks(self, draft: Draft, requests: int, capacity: int) -> list[Pick]:
         """What serves the hot operations of a round."""

@@ -22,14 +22,13 @@ from kimi_jax.drafter.config import DrafterConfig
 from kimi_jax.drafter.context import Context, LayerContext, slot_positions, write, write_slots
 from kimi_jax.drafter.dflash2 import CandidateSelector, GroupedDynamicConv
 from kimi_jax.model.layers import GatedMLP, Linear, RMSNorm
-from kimi_jax.model.rope import inverse_frequencies, rotation
+from kimi_jax.model.rope import Rotation, inverse_frequencies, rotation
 from kimi_jax.parallel.collectives import all_gather, all_reduce, axis_index
 
 Embed = Callable[[Int[Array, "requests block"]], Float[Array, "requests block hidden"]]
 """The target's embedding."""
 Head = Callable[[Float[Array, "requests depth hidden"]], Float[Array, "requests depth vocab_local"]]
 """The target's output head, without its final norm."""
-Rotation = tuple[Float[Array, "requests rows half"], Float[Array, "requests rows half"]]
 
 
 class Attention(nnx.Module):
@@ -57,20 +56,20 @@ class Attention(nnx.Module):
 
         def project(projection: Linear) -> Array:
             # All layers project the same context: without the barrier XLA joins their weights anew for one product.
-            rows, w = lax.optimization_barrier((x, self._own(projection.weight[...])))
-            return jnp.einsum("...i,oi->...o", rows, w).reshape(*x.shape[:-1], -1, self.head_dim)
+            rows, w = lax.optimization_barrier((x, self._own(projection)))
+            return projection.product(rows, w).reshape(*x.shape[:-1], -1, self.head_dim)
 
         keys, values = _rotate(self.k_norm(project(self.k_proj)), turn), project(self.v_proj)
         return keys.swapaxes(1, 2), values.swapaxes(1, 2)
 
-    def _own(self, w: Float[Array, "out hidden"]) -> Float[Array, "own hidden"]:
-        """Rows of the key-value heads that this device's queries read: all of them unless they are replicated."""
-        queries = self.q_proj.weight[...].shape[0] // self.head_dim
+    def _own(self, projection: Linear) -> Array:
+        """Weights of the key-value heads that this device's queries read: all of them unless they are replicated."""
+        queries = self.q_proj.outputs // self.head_dim
         own = max(1, queries // self.group)
-        if w.shape[0] == own * self.head_dim:
-            return w
+        if projection.outputs == own * self.head_dim:
+            return projection.weight[...]
         first = axis_index("tp") * queries // self.group
-        return lax.dynamic_slice_in_dim(w, first * self.head_dim, own * self.head_dim)
+        return projection.part(first * self.head_dim, own * self.head_dim)
 
     def __call__(
         self,

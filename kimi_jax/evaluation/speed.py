@@ -6,10 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
 from kimi_jax.decoding.engine import Costs, Draft, Engine
-from kimi_jax.decoding.generate import Limits
-from kimi_jax.decoding.report import Report
+from kimi_jax.decoding.generate import Limits, prefill
 from kimi_jax.decoding.sampling import Sampling
+from kimi_jax.parameters import Parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +24,8 @@ class Speed:
     budget: int | str | None
     """Nodes of a draft tree, where there is one."""
     tokens_per_second: list[float]
-    """Of each repetition: all prompts' tokens after the first over the time they took, compilation excluded."""
+    """Of each repetition: all prompts' tokens after the first over the time they took, prefill and compilation
+    excluded."""
     acceptance_length: float
     """Tokens a round."""
     texts: list[list[int]]
@@ -65,34 +69,36 @@ def measure_speculation(
     """Decodes every prompt alone with every kind, `repeats` times, the kinds taking turns within a repetition.
 
     Turns keep a slow moment of the machine from falling on one kind alone. A first repetition compiles and is not
-    counted. The time is the device's: rounds run in dispatches as large as the text, so the host is asked once.
+    counted. Timed is what follows prefill, the first token's draw included: one dispatch of as many rounds as the text
+    takes, and the host's reading of it.
     """
-    limits = Limits(max_new_tokens=max_new_tokens, rounds_per_dispatch=max_new_tokens)
-    greedy = Sampling()
+    limits = Limits(max_new_tokens=max_new_tokens)
+    every_round = np.int32(max_new_tokens)
     rates: list[list[float]] = [[] for _ in drafts]
     texts: list[list[list[int]]] = [[] for _ in drafts]
     lengths = [0.0 for _ in drafts]
     for repeat in range(repeats + 1):
         for kind, draft in enumerate(drafts):
+            programs = engine.programs(Sampling(), draft, costs=costs)
+            parameters: Parameters = {name: engine.parameters[name] for name in programs.needs}
             tokens = seconds = 0.0
-            accepted = rounds = 0
+            rounds = accepted = 0
             texts[kind] = []
             for prompt in prompts:
-                report, text, started, first = Report(1), [], 0.0, 0
-                for step in engine.generate([prompt], limits, greedy, draft=draft, costs=costs):
-                    if not report.seconds:
-                        started = time.perf_counter()
-                        first = len(step.new_tokens[0])
-                    report.add(step)
-                    text += step.new_tokens[0]
-                seconds += time.perf_counter() - started
-                tokens += len(text) - first
+                with jax.default_matmul_precision("highest"):
+                    state = jax.block_until_ready(prefill(programs, parameters, [prompt], limits))
+                    started = time.perf_counter()
+                    _, snapshot = programs.decode(parameters, state, every_round)
+                    text = np.asarray(snapshot.emitted)[0, : int(snapshot.counts[0])].tolist()
+                    seconds += time.perf_counter() - started
+                tokens += len(text) - 1
                 texts[kind].append(text)
-                rounds += int(report.histogram.sum())
-                accepted += int(report.histogram @ range(len(report.histogram)))
+                histogram = np.asarray(snapshot.accepted)[0]
+                rounds += int(histogram.sum())
+                accepted += int(histogram @ np.arange(len(histogram)))
             lengths[kind] = accepted / max(rounds, 1)
             if repeat:
-                rates[kind].append(tokens / seconds if seconds else 0.0)
+                rates[kind].append(tokens / seconds)
             if progress:
                 progress()
     return [

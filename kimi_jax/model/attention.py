@@ -7,8 +7,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.cache import Latents
-from kimi_jax.model.layers import Linear, RMSNorm
-from kimi_jax.model.rope import inverse_frequencies, rotate_interleaved, rotation
+from kimi_jax.model.layers import Linear, Matrix, RMSNorm
+from kimi_jax.model.rope import Rotation, inverse_frequencies, rotate_interleaved, rotation
 from kimi_jax.parallel.collectives import all_gather
 from kimi_jax.parallel.context import Queries, attend_in_parts
 from pallas_kernels.tree_attention import expanded_pays, prefill_attention, tree_attention
@@ -28,7 +28,7 @@ class LatentAttention(nnx.Module):
         self.kv_a_proj_with_mqa = Linear(hidden, config.kv_lora_rank + config.qk_rope_head_dim)
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, config.latent_norm_eps)
         per_head = config.qk_nope_head_dim + config.v_head_dim
-        self.kv_b_proj = Linear(config.kv_lora_rank, heads * per_head, ("heads", None))
+        self.kv_b_proj = Matrix(config.kv_lora_rank, heads * per_head, ("heads", None))
         self.o_proj = Linear(heads * config.v_head_dim, hidden, (None, "heads"))
         self.config = config
 
@@ -47,15 +47,11 @@ class LatentAttention(nnx.Module):
         """
         config = self.config
         nope, rank = config.qk_nope_head_dim, config.kv_lora_rank
-        amplitude = config.yarn.amplitude if config.yarn else 1.0
-        frequencies = inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, config.yarn)
-        cos, sin = rotation(positions, frequencies, amplitude)
-
+        cos, sin = turn = self.turn(positions)
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.reshape(*q.shape[:-1], -1, config.qk_head_dim)
         q_nope, q_rope = q[..., :nope], rotate_interleaved(q[..., nope:], cos[..., None, :], sin[..., None, :])
-        compressed = self.kv_a_proj_with_mqa(x)
-        own = Latents(self.kv_a_layernorm(compressed[..., :rank]), rotate_interleaved(compressed[..., rank:], cos, sin))
+        own = self.latents(x, turn)
         w = self.kv_b_proj.weight[...].reshape(-1, nope + config.v_head_dim, rank)
         if expanded is None:
             expanded = expanded_pays(x.shape[1], kv_lora_rank=rank, nope=nope, v=config.v_head_dim)
@@ -82,3 +78,16 @@ class LatentAttention(nnx.Module):
             out = jnp.einsum("brhc,hpc->brhp", out, w)[..., nope:]
         with jax.named_scope("output"):
             return self.o_proj(out.reshape(*out.shape[:-2], -1)), own
+
+    def turn(self, positions: Int[Array, "requests rows"]) -> Rotation:
+        """Rotation of the rows' rope parts."""
+        config = self.config
+        amplitude = config.yarn.amplitude if config.yarn else 1.0
+        frequencies = inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, config.yarn)
+        return rotation(positions, frequencies, amplitude)
+
+    def latents(self, x: Float[Array, "requests rows hidden"], turn: Rotation) -> Latents:
+        """The rows' own latents and rotated rope keys, as the cache takes them."""
+        compressed, rank = self.kv_a_proj_with_mqa(x), self.config.kv_lora_rank
+        rope = rotate_interleaved(compressed[..., rank:], *turn)
+        return Latents(self.kv_a_layernorm(compressed[..., :rank]), rope)

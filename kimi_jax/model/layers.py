@@ -9,17 +9,37 @@ from kimi_jax.parallel.collectives import all_reduce, axis_index
 from kimi_jax.parameters import weight
 
 
-class Linear(nnx.Module):
-    """y = x Wᵀ with W [out, in] as the checkpoint stores it; no bias anywhere in the K2 family.
-
-    With the input axis sharded the result is this device's partial sum: the caller reduces, once, where it is due.
-    """
+class Matrix(nnx.Module):
+    """A weight W [out, in] as the checkpoint stores it, for products that its owner writes itself."""
 
     def __init__(self, inputs: int, outputs: int, axes: tuple[str | None, str | None] = (None, None)):
         self.weight = weight((outputs, inputs), axes)
 
+
+class Linear(Matrix):
+    """y = x Wᵀ; no bias anywhere in the K2 family.
+
+    With the input axis sharded the result is this device's partial sum: the caller reduces, once, where it is due.
+    """
+
+    transposed = False
+    """Whether W lies as [in, out], which `decoding.cpu_form` may choose; only this class has to know."""
+
+    @property
+    def outputs(self) -> int:
+        """Output features that this device has."""
+        return self.weight.get_value().shape[1 if self.transposed else 0]
+
     def __call__(self, x: Float[Array, "... in"]) -> Float[Array, "... out"]:
-        return jnp.einsum("...i,oi->...o", x, self.weight[...])
+        return self.product(x, self.weight[...])
+
+    def part(self, first: Int[Array, ""] | int, outputs: int) -> Array:
+        """The weight of some output features, as `product` takes it."""
+        return jax.lax.dynamic_slice_in_dim(self.weight[...], first, outputs, axis=1 if self.transposed else 0)
+
+    def product(self, x: Float[Array, "... in"], w: Array) -> Float[Array, "... out"]:
+        """x times this weight, or the part of it that is given."""
+        return jnp.einsum("...i,io->...o" if self.transposed else "...i,oi->...o", x, w)
 
 
 class RMSNorm(nnx.Module):

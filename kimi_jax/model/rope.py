@@ -8,6 +8,9 @@ from jaxtyping import Array, Float, Int
 
 from kimi_jax.config import Yarn
 
+Rotation = tuple[Float[Array, "... half"], Float[Array, "... half"]]
+"""cos and sin of every pair's angle."""
+
 
 def inverse_frequencies(dim: int, theta: float, yarn: Yarn | None) -> Float[np.ndarray, " half"]:
     """Angular frequency of each of the dim/2 pairs, in radians a position (float64).
@@ -31,7 +34,7 @@ def inverse_frequencies(dim: int, theta: float, yarn: Yarn | None) -> Float[np.n
 
 def rotation(
     positions: Int[Array, "..."], frequencies: Float[np.ndarray, " half"], amplitude: float = 1.0
-) -> tuple[Float[Array, "... half"], Float[Array, "... half"]]:
+) -> Rotation:
     """cos and sin of every pair's angle at the positions, in float32, times `amplitude`."""
     angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
     return jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude

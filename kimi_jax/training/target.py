@@ -17,7 +17,7 @@ from kimi_jax.config import ModelConfig
 from kimi_jax.model.attention import LatentAttention
 from kimi_jax.model.cache import Latents, empty_cache
 from kimi_jax.model.moe import MixtureOfExperts
-from kimi_jax.model.rope import inverse_frequencies, rotate_interleaved, rotation
+from kimi_jax.model.rope import rotate_interleaved
 from kimi_jax.model.transformer import CausalLM
 from kimi_jax.parameters import Parameters, bind, declarations, from_leaves, weight
 from kimi_jax.training.data import Batch
@@ -89,14 +89,11 @@ class TrainingAttention(LatentAttention):
         assert cached.latent.shape[1] == 0, "training runs whole sequences, on an empty cache"
         config = self.config
         nope, rank = config.qk_nope_head_dim, config.kv_lora_rank
-        amplitude = config.yarn.amplitude if config.yarn else 1.0
-        frequencies = inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, config.yarn)
-        cos, sin = rotation(positions, frequencies, amplitude)
+        cos, sin = turn = self.turn(positions)
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.reshape(*q.shape[:-1], -1, config.qk_head_dim).swapaxes(1, 2)
         q_rope = rotate_interleaved(q[..., nope:], cos[:, None], sin[:, None])
-        compressed = self.kv_a_proj_with_mqa(x)
-        own = Latents(self.kv_a_layernorm(compressed[..., :rank]), rotate_interleaved(compressed[..., rank:], cos, sin))
+        own = self.latents(x, turn)
         w = self.kv_b_proj.weight[...].reshape(-1, nope + config.v_head_dim, rank)
         key_value = jnp.einsum("bkc,hnc->bhkn", own.latent, w)
         key_rope = jnp.broadcast_to(own.rope[:, None], (*key_value.shape[:-1], own.rope.shape[-1]))

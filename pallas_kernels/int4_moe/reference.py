@@ -88,21 +88,43 @@ def _by_pairs(x, expert_ids, expert_weights, *weights):
 
 
 def _dense(x, expert_ids, expert_weights, gate_packed, gate_scale, up_packed, up_scale, down_packed, down_scale):
-    (rows, _), (slots, width, _) = x.shape, gate_packed.shape
-    x = x.astype(jnp.float32)
+    both = (unpack_outputs(gate_packed, gate_scale), unpack_outputs(up_packed, up_scale))
+    gate_up, down = jnp.concatenate(both, axis=1), unpack_inputs(down_packed, down_scale)
+    return unpacked_moe(x, expert_ids, expert_weights, gate_up, down, slots=gate_packed.shape[0])
 
-    def project(packed: jax.Array, scale: jax.Array) -> jax.Array:
-        w = _unpack_transposed(packed.reshape(-1, packed.shape[-1]), scale.reshape(-1, scale.shape[-1]))
-        y = jnp.dot(x, w, precision="highest")
-        return y.reshape(rows, slots, width)
 
-    gated = jax.nn.silu(project(gate_packed, gate_scale)) * project(up_packed, up_scale)
+def unpack_outputs(
+    packed: Int[Array, "slots width hidden_words"], scale: BFloat16[Array, "slots width hidden_groups"]
+) -> Float[Array, "hidden slots_width"]:
+    """Gate or up projections of all slots side by side in float32, as one product takes them."""
+    return _unpack_transposed(packed.reshape(-1, packed.shape[-1]), scale.reshape(-1, scale.shape[-1]))
+
+
+def unpack_inputs(
+    packed: Int[Array, "slots hidden width_words"], scale: BFloat16[Array, "slots hidden width_groups"]
+) -> Float[Array, "slots_width hidden"]:
+    """Down projections of all slots below one another in float32: one product also sums over the slots."""
+    return _unpack_transposed(packed, scale).reshape(-1, packed.shape[1])
+
+
+def unpacked_moe(
+    x: Float[Array, "rows hidden"],
+    expert_ids: Int[Array, "rows top_k"],
+    expert_weights: Float[Array, "rows top_k"],
+    gate_up: Float[Array, "hidden 2_slots_width"],
+    down: Float[Array, "slots_width hidden"],
+    *,
+    slots: int,
+) -> Float[Array, "rows hidden"]:
+    """The operation on a stack that is unpacked already, every slot computed for every row."""
+    rows = x.shape[0]
+    projected = jnp.dot(x.astype(jnp.float32), gate_up, precision="highest").reshape(rows, 2, slots, -1)
+    gated = jax.nn.silu(projected[:, 0]) * projected[:, 1]
     chosen = expert_ids[..., None] == jnp.arange(slots)
     weight = jnp.sum(jnp.where(chosen, expert_weights.astype(jnp.float32)[..., None], 0.0), axis=1)
     # What an expert that was not chosen computes, an infinity included, must not reach the sum.
     gated = jnp.where(chosen.any(axis=1)[..., None], gated * weight[..., None], 0.0)
-    down = _unpack_transposed(down_packed, down_scale)
-    return jnp.dot(gated.reshape(rows, -1), down.reshape(slots * width, -1), precision="highest")
+    return jnp.dot(gated.reshape(rows, -1), down, precision="highest")
 
 
 def _unpack_transposed(packed, scale):
