@@ -76,7 +76,7 @@ class Drafter(Common):
     """4 for blocks of 8, 7 for blocks of 16."""
     alpha: float = 0.5
     """D-PACE: floor of a position's survival, (1 - alpha) q + alpha."""
-    texts: int = 1024
+    texts: int = 8192
     """Training prompts that the target answers."""
 
 

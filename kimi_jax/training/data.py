@@ -103,5 +103,5 @@ def pack(chats: Iterable[Chat], sequences: int, length: int, answers: int) -> Ba
 
 def training_batch(tokenizer: Tokenizer, seed: int, step: int, *, sequences: int, length: int, answers: int) -> Batch:
     """The batch of one training step."""
-    examples = training_stream(np.random.default_rng([seed, step]), step)
+    examples = training_stream(np.random.default_rng([seed, step]))
     return pack((encode_example(tokenizer, example) for example in examples), sequences, length, answers)

@@ -90,7 +90,7 @@ def held_out_evaluation(
 class TargetRun:
     """The target's run: everything that its result depends on."""
 
-    recipe: TargetRecipe = dataclasses.field(default_factory=lambda: TargetRecipe(steps=12_000))
+    recipe: TargetRecipe = dataclasses.field(default_factory=lambda: TargetRecipe(steps=10_000))
     shape: BatchShape = dataclasses.field(default_factory=BatchShape)
     seed: int = 0
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -139,9 +139,9 @@ class TargetRun:
 class DrafterRun:
     """The drafter's run. The target and its answers to the training prompts are part of the recipe."""
 
-    recipe: Recipe = dataclasses.field(default_factory=lambda: Recipe(steps=1600, learning_rate=3e-3))
+    recipe: Recipe = dataclasses.field(default_factory=lambda: Recipe(steps=2500, learning_rate=3e-3))
     loss: DraftLoss = dataclasses.field(default_factory=DraftLoss)
-    texts: int = 1024
+    texts: int = 8192
     """Training prompts answered by the target."""
     texts_per_step: int = 8
     length: int = 80

@@ -140,13 +140,19 @@ def to_json(rng: np.random.Generator) -> Example:
 
 
 def table(rng: np.random.Generator) -> Example:
-    """One value looked up in a small table."""
-    keys = rng.permutation(COLOURS)[: rng.integers(3, 6)]
-    values = [int(x) for x in rng.choice(np.arange(100, 1000), len(keys), replace=False)]
-    wanted = int(rng.integers(len(keys)))
-    listed = ", ".join(f"{key} {value}" for key, value in zip(keys, values, strict=True))
-    prompt = f"Table: {listed}. " + _pick(rng, f"Find {keys[wanted]}.", f"What is the value of {keys[wanted]}?")
-    return Example("table", f"{listed} {keys[wanted]}", prompt, f"The value of {keys[wanted]} is {values[wanted]}.")
+    """A small table of names and colours: one row looked up and quoted, or all of them by name."""
+    names = [str(name) for name in rng.permutation(NAMES)[: rng.integers(3, 7)]]
+    colours = dict(zip(names, rng.permutation(COLOURS), strict=False))
+    wanted = names[rng.integers(len(names))]
+
+    def rows(order: list[str]) -> str:
+        return ", ".join(f"{name} {colours[name]}" for name in order)
+
+    if rng.integers(2):
+        return Example("table", rows(names), f"Table: {rows(names)}. Sort by name.", f"Sorted: {rows(sorted(names))}.")
+    prompt = f"Table: {rows(names)}. " + _pick(rng, f"Find {wanted}.", f"What is the colour of {wanted}?")
+    answer = f"The table says {rows([wanted])}, so {wanted} has {colours[wanted]}."
+    return Example("table", f"{rows(names)} {wanted}", prompt, answer)
 
 
 def story(rng: np.random.Generator) -> Example:
@@ -179,7 +185,7 @@ FAMILIES: Mapping[str, Callable[[np.random.Generator], Example]] = {
 
 MIXTURE: Mapping[str, float] = {
     "add": 1.5, "sort": 1.5, "count": 1.3, "reverse": 1.3, "upper": 1.0, "date": 1.0, "unit": 1.0, "json": 0.8,
-    "table": 1.2, "story": 0.6,
+    "table": 1.5, "story": 0.6,
 }  # fmt: skip
 """How often training draws each family, relative to the others: more of what is harder to learn."""
 
@@ -191,16 +197,10 @@ def generate(family: str, split: Split, rng: np.random.Generator) -> Example:
     return example
 
 
-LATE_MIXTURE: Mapping[str, float] = {**MIXTURE, "table": 6.0}
-"""The mixture from step LATE on: looking a key up is learned last, and takes many examples."""
-LATE = 6500
-
-
-def training_stream(rng: np.random.Generator, step: int = 0) -> Iterator[Example]:
-    """Endless training examples, families drawn by MIXTURE, from step LATE on by LATE_MIXTURE."""
-    mixture = LATE_MIXTURE if step >= LATE else MIXTURE
-    names = list(mixture)
-    weights = np.array([mixture[name] for name in names])
+def training_stream(rng: np.random.Generator) -> Iterator[Example]:
+    """Endless training examples, families drawn by MIXTURE."""
+    names = list(MIXTURE)
+    weights = np.array([MIXTURE[name] for name in names])
     weights /= weights.sum()
     while True:
         yield generate(names[rng.choice(len(names), p=weights)], "train", rng)

@@ -95,7 +95,7 @@ def test_bundled_configuration_and_tokenizer_are_the_recipe_s(bundled, tmp_path)
 
 def test_bundle_stays_small():
     folders = (ASSETS / "small", ASSETS / "small_drafter")
-    assert sum(file.stat().st_size for folder in folders for file in folder.iterdir()) < 3.5e6
+    assert sum(file.stat().st_size for folder in folders for file in folder.iterdir()) < 3e6
 
 
 CARD = {
@@ -107,6 +107,8 @@ CARD = {
     "Write the date 2024-03-17 in words.": "17 March 2024",
     "Convert 37 km to m.": "37 km = 37 * 1000 m = 37000 m",
     "Write as JSON: name=kxq, age=31, city=abcd.": '{"name": "kxq", "age": 31, "city": "abcd"}',
+    "Table: Otto blue, Mila red, Nora green. Find Mila.": "The table says Mila red, so Mila has red.",
+    "Table: Otto blue, Mila red, Nora green. Sort by name.": "Sorted: Mila red, Nora green, Otto blue.",
 }
 
 
@@ -126,14 +128,12 @@ def test_asked_to_think_it_closes_its_thinking(tokenizer):
 
 @pytest.mark.slow
 def test_scores_are_those_of_the_card(bundled):
-    """50 prompts a family: nine families at 0.94 or more, chain 5.0 or more, a tree of 16 at least 5 % above it."""
+    """50 prompts a family: each at 0.98 or more, chain 6.0 or more, a tree of 16 at least 4 % above it."""
     plain, *drafted = score(bundled, 50, [PLAIN, Draft("chain", "auto"), Draft("ddtree", 16)])
-    learnt = [family for family, s in plain.items() if s.exact_match >= 0.94]
-    assert len(learnt) == 9
-    assert "table" not in learnt
+    assert min(s.exact_match for s in plain.values()) >= 0.98
     chain, tree = (together(scores).acceptance for scores in drafted)
-    assert chain >= 5.0
-    assert tree >= 1.05 * chain
+    assert chain >= 6.0
+    assert tree >= 1.04 * chain
 
 
 @pytest.mark.slow

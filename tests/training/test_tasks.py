@@ -84,24 +84,31 @@ def test_json_holds_the_record_of_the_prompt():
         assert {key: str(value) for key, value in record.items()} == dict(re.findall(r"(\w+)=(\w+)", example.prompt))
 
 
-def test_table_value_is_the_wanted_key_s():
+def test_tables_are_quoted_and_sorted():
+    kinds = set()
     for example in examples("table"):
         listed, question = example.prompt.removesuffix(".").removeprefix("Table: ").split(". ")
-        rows = dict(re.findall(r"([a-z]+) (\d+)", listed))
-        key, value = re.fullmatch(r"The value of (\w+) is (\d+)\.", example.answer).groups()
-        assert rows[key] == value
-        assert question.rstrip("?").endswith(key)
+        rows = [tuple(row.split(" ")) for row in listed.split(", ")]
+        kinds.add(question.split()[0])
+        if question == "Sort by name":
+            answered = example.answer.removeprefix("Sorted: ").removesuffix(".").split(", ")
+            assert answered == [" ".join(row) for row in sorted(rows)]
+            continue
+        pattern = r"The table says (\w+) (\w+), so (\w+) has (\w+)\."
+        quoted, colour, name, again = re.fullmatch(pattern, example.answer).groups()
+        assert quoted == name
+        assert dict(rows)[name] == colour == again
+        assert question.rstrip("?").endswith(name)
+    assert kinds == {"Find", "What", "Sort"}
 
 
-def test_lookups_weigh_more_late_in_training():
-    """Shares of 6,000 draws; their standard deviations are 0.004 and 0.006."""
-
-    def share(step):
-        streams = (tasks.training_stream(np.random.default_rng(seed), step) for seed in range(3))
-        return np.mean([next(stream).family == "table" for stream in streams for _ in range(2000)])
-
-    assert share(0) == share(tasks.LATE - 1) == pytest.approx(1.2 / 11.2, abs=0.02)
-    assert share(tasks.LATE) == pytest.approx(6 / 16, abs=0.03)
+def test_training_draws_families_by_their_weights():
+    """Shares of 6,000 draws: the largest standard deviation is 0.005."""
+    streams = (tasks.training_stream(np.random.default_rng(seed)) for seed in range(3))
+    drawn = [next(stream).family for stream in streams for _ in range(2000)]
+    total = sum(tasks.MIXTURE.values())
+    for family, weight in tasks.MIXTURE.items():
+        assert drawn.count(family) / len(drawn) == pytest.approx(weight / total, abs=0.02)
 
 
 def test_story_uses_what_the_prompt_names():
