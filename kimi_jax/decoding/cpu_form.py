@@ -58,13 +58,16 @@ class MergedMLP(GatedMLP):
 
 
 class AbsorbedAttention(LatentAttention):
-    """Latent attention with both halves of kv_b_proj multiplied into their neighbours (DeepSeek-V2, section 2.1.2)."""
+    """Latent attention with both halves of kv_b_proj multiplied into their neighbours (DeepSeek-V2, section 2.1.2).
+
+    q_a_proj and kv_a_proj_with_mqa stand side by side.
+    """
 
     def __init__(self, attention: LatentAttention):
         config = self.config = attention.config
         heads, rank = config.num_attention_heads, config.kv_lora_rank
-        self.q_a_proj, self.q_a_layernorm = attention.q_a_proj, attention.q_a_layernorm
-        self.kv_a_proj_with_mqa, self.kv_a_layernorm = attention.kv_a_proj_with_mqa, attention.kv_a_layernorm
+        self.q_a_layernorm, self.kv_a_layernorm = attention.q_a_layernorm, attention.kv_a_layernorm
+        self.a_proj = weight((config.hidden_size, config.q_lora_rank + rank + config.qk_rope_head_dim), (None, None))
         self.q_absorbed = weight((config.q_lora_rank, heads * (rank + config.qk_rope_head_dim)), (None, None))
         self.o_absorbed = weight((heads * rank, config.hidden_size), (None, None))
 
@@ -72,12 +75,14 @@ class AbsorbedAttention(LatentAttention):
         """The weights of a `LatentAttention` as this module takes them."""
         config = self.config
         heads, nope = config.num_attention_heads, config.qk_nope_head_dim
+        a = [held.pop(name)["weight"].T for name in ("q_a_proj", "kv_a_proj_with_mqa")]
         q, kv, o = (held.pop(name)["weight"] for name in ("q_b_proj", "kv_b_proj", "o_proj"))
         q, kv, o = q.reshape(heads, -1, q.shape[1]), kv.reshape(heads, -1, kv.shape[1]), o.reshape(len(o), heads, -1)
         keys = jnp.einsum("hnq,hnc->qhc", q[:, :nope], kv[:, :nope], precision="highest")
         joined = jnp.concatenate([keys, q[:, nope:].transpose(2, 0, 1)], axis=-1)
         values = jnp.einsum("hvc,ohv->hco", kv[:, nope:], o, precision="highest")
         return held | {
+            "a_proj": jnp.concatenate(a, axis=1),
             "q_absorbed": joined.reshape(len(joined), -1),
             "o_absorbed": values.reshape(-1, values.shape[-1]),
         }
@@ -94,10 +99,11 @@ class AbsorbedAttention(LatentAttention):
         """As `LatentAttention`, always in its absorbed form."""
         cos, sin = turn = self.turn(positions)
         rank = self.config.kv_lora_rank
-        q = self.q_a_layernorm(self.q_a_proj(x)) @ self.q_absorbed[...]
+        compressed, own = jnp.split(x @ self.a_proj[...], [self.config.q_lora_rank], axis=-1)
+        own = self.latents(own, turn)
+        q = self.q_a_layernorm(compressed) @ self.q_absorbed[...]
         q = q.reshape(*x.shape[:-1], self.config.num_attention_heads, -1)
         q_rope = rotate_interleaved(q[..., rank:], cos[..., None, :], sin[..., None, :])
-        own = self.latents(x, turn)
         out, _ = tree_attention(
             q[..., :rank], q_rope, cached.latent, cached.rope, lengths, own.latent, own.rope, ancestors,
             scale=self.config.attention_scale,

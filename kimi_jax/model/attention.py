@@ -51,7 +51,7 @@ class LatentAttention(nnx.Module):
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.reshape(*q.shape[:-1], -1, config.qk_head_dim)
         q_nope, q_rope = q[..., :nope], rotate_interleaved(q[..., nope:], cos[..., None, :], sin[..., None, :])
-        own = self.latents(x, turn)
+        own = self.latents(self.kv_a_proj_with_mqa(x), turn)
         w = self.kv_b_proj.weight[...].reshape(-1, nope + config.v_head_dim, rank)
         if expanded is None:
             expanded = expanded_pays(x.shape[1], kv_lora_rank=rank, nope=nope, v=config.v_head_dim)
@@ -86,8 +86,8 @@ class LatentAttention(nnx.Module):
         frequencies = inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, config.yarn)
         return rotation(positions, frequencies, amplitude)
 
-    def latents(self, x: Float[Array, "requests rows hidden"], turn: Rotation) -> Latents:
-        """The rows' own latents and rotated rope keys, as the cache takes them."""
-        compressed, rank = self.kv_a_proj_with_mqa(x), self.config.kv_lora_rank
+    def latents(self, compressed: Float[Array, "requests rows rank_and_rope"], turn: Rotation) -> Latents:
+        """The rows' own latents and rotated rope keys, as the cache takes them, from what kv_a_proj gives."""
+        rank = self.config.kv_lora_rank
         rope = rotate_interleaved(compressed[..., rank:], *turn)
         return Latents(self.kv_a_layernorm(compressed[..., :rank]), rope)

@@ -93,7 +93,7 @@ class TrainingAttention(LatentAttention):
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.reshape(*q.shape[:-1], -1, config.qk_head_dim).swapaxes(1, 2)
         q_rope = rotate_interleaved(q[..., nope:], cos[:, None], sin[:, None])
-        own = self.latents(x, turn)
+        own = self.latents(self.kv_a_proj_with_mqa(x), turn)
         w = self.kv_b_proj.weight[...].reshape(-1, nope + config.v_head_dim, rank)
         key_value = jnp.einsum("bkc,hnc->bhkn", own.latent, w)
         key_rope = jnp.broadcast_to(own.rope[:, None], (*key_value.shape[:-1], own.rope.shape[-1]))

@@ -85,11 +85,13 @@ def tree_attention(
 
 def _joined(q_latent, q_rope, cache, lengths, rows, ancestors, valid, scale):
     """Cached positions and rows in one softmax."""
-    seen = jnp.arange(cache[0].shape[1]) < lengths[:, None]
-    # What lies past the length is stale and may be anything: zero probability times NaN would be NaN.
-    past = jnp.where(seen[..., None], jnp.concatenate(cache, axis=-1), 0)
-    keys = jnp.concatenate([past, jnp.concatenate(rows, axis=-1)], axis=1)
-    mask = jnp.concatenate([seen[:, None] & valid[..., None], ancestors], axis=-1)
+    keys, mask = jnp.concatenate(rows, axis=-1), ancestors
+    if capacity := cache[0].shape[1]:
+        seen = jnp.arange(capacity) < lengths[:, None]
+        # What lies past the length is stale and may be anything: zero probability times NaN would be NaN.
+        past = jnp.where(seen[..., None], jnp.concatenate(cache, axis=-1), 0)
+        keys = jnp.concatenate([past, keys], axis=1)
+        mask = jnp.concatenate([seen[:, None] & valid[..., None], mask], axis=-1)
     s = _einsum("brhe,bke->brhk", jnp.concatenate([q_latent, q_rope], axis=-1), keys)
     s = jnp.where(mask[:, :, None], s * scale, -jnp.inf)
     maximum = lax.stop_gradient(jnp.maximum(s.max(axis=-1), FLOOR))

@@ -62,11 +62,14 @@ def test_every_weight_is_the_same_number(engines):
                 expected = before["down_proj"]
                 expected = stored_inputs(expected) if "experts" in parents else expected["weight"].T
                 np.testing.assert_array_equal(after[last], expected)
+            elif last == "a_proj":
+                halves = [before[half]["weight"] for half in ("q_a_proj", "kv_a_proj_with_mqa")]
+                np.testing.assert_array_equal(after[last].T, np.concatenate(halves))
             elif last not in ("q_absorbed", "o_absorbed"):
                 same = after[last].shape == before[last].shape and np.array_equal(after[last], before[last])
                 np.testing.assert_array_equal(after[last], before[last] if same else before[last].T)
             seen.add(last)
-    assert {"gate_up", "down", "q_absorbed", "o_absorbed", "weight"} <= seen
+    assert {"gate_up", "down", "a_proj", "q_absorbed", "o_absorbed", "weight"} <= seen
 
 
 def stored(projection):
