@@ -1,10 +1,11 @@
 """Weights as the matrix products of one CPU read them: laid out once, when a checkpoint is opened.
 
-XLA's products of several rows on a CPU read a matrix that lies as [in, out] two to four times as fast as the
-checkpoint's [out, in]; the INT4 reference, which unpacks a small stack whole, would do so in every dispatch; and a
-product of each head's own is run head by head, at several times its cost (docs/small_model.md). Texts do not change: a
-code times its scale is exact in float32, and a product of two matrices in advance only rounds elsewhere. Memory does:
-a stack takes seven times its INT4 bytes. Simulated meshes keep the checkpoint's form, because they stand for GPUs.
+XLA's products of several rows on a CPU read a matrix that lies as [in, out] up to twice as fast as the checkpoint's
+[out, in], and six times from a cold cache; the INT4 reference, which unpacks a small stack whole, would do so in every
+dispatch; and a product of each head's own is run head by head, at several times its cost (docs/small_model.md). Texts
+do not change: a code times its scale is exact in float32, and a product of two matrices in advance only rounds
+elsewhere. Memory does: a stack takes seven times its INT4 bytes. Simulated meshes keep the checkpoint's form, because
+they stand for GPUs.
 """
 
 import functools
