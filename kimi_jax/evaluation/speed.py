@@ -89,7 +89,8 @@ def measure_speculation(
                     state = jax.block_until_ready(prefill(programs, parameters, [prompt], limits))
                     started = time.perf_counter()
                     _, snapshot = programs.decode(parameters, state, every_round)
-                    text = np.asarray(snapshot.emitted)[0, : int(snapshot.counts[0])].tolist()
+                    count = np.asarray(snapshot.counts)[0]
+                    text = np.asarray(snapshot.emitted)[0, :count].tolist()
                     seconds += time.perf_counter() - started
                 tokens += len(text) - 1
                 texts[kind].append(text)
