@@ -190,7 +190,8 @@ def train(options: Target | Drafter, console: Console) -> None:
         run = dataclasses.replace(run, recipe=changed(run.recipe, options))
 
         def answered(done: int) -> None:
-            console.print(f"the target has answered {done} of {options.texts} training prompts")
+            if done % 1024 == 0 or done == options.texts:
+                console.print(f"the target has answered {done} of {options.texts} training prompts")
 
         finished = run.train(engine, options.directory, options.layout, loop, progress=answered)
         report(console, finished.log, ["loss", "acceptance", "heldout_acceptance"], options.plot)
