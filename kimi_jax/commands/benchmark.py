@@ -12,7 +12,7 @@ Examples:
 import dataclasses
 import json
 import os
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -233,11 +233,12 @@ def kernels(options: KernelOptions) -> None:
         table_console().print(table)
 
 
-if __name__ == "__main__":
-    # Scripts see their own folder first, where profile.py would hide the standard library's from cProfile and torch.
-    sys.path[:] = [path for path in sys.path if path != str(Path(__file__).resolve().parent)]
+def run(args: Sequence[str], prog: str | None = None) -> None:
+    """Parses `args` and runs the command; `prog` is what its help calls it."""
     tyro.extras.subcommand_cli_from_dict(
         {"speculation": speculation, "peers": peers, "scaling": scaling, "kernels": kernels, "page": page},
+        prog=prog,
+        args=args,
         description=__doc__,
         config=(tyro.conf.OmitArgPrefixes,),
     )

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,9 +189,12 @@ def _conversion(options: ConvertOptions) -> Iterator[tuple[Path, ModelConfig, Ca
         status.print(f"{options.output}: {size / GB:,.3f} GB in {seconds:,.1f} s", style="dim", highlight=False)
 
 
-if __name__ == "__main__":
+def run(args: Sequence[str], prog: str | None = None) -> None:
+    """Parses `args` and runs the command; `prog` is what its help calls it."""
     tyro.extras.subcommand_cli_from_dict(
         {"plan": run_plan, "to-orbax": run_to_orbax, "to-hf": run_to_hf},
+        prog=prog,
+        args=args,
         description=__doc__,
         config=(tyro.conf.OmitArgPrefixes,),
     )

@@ -9,7 +9,7 @@ Examples:
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -336,5 +336,6 @@ def result(prompt: Prompt, prompt_ids: list[int], reader: Reader) -> dict[str, A
     }
 
 
-if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__, config=(tyro.conf.OmitArgPrefixes,)))
+def run(args: Sequence[str], prog: str | None = None) -> None:
+    """Parses `args` and runs the command; `prog` is what its help calls it."""
+    main(tyro.cli(Options, prog=prog, args=args, description=__doc__, config=(tyro.conf.OmitArgPrefixes,)))

@@ -128,5 +128,6 @@ def print_findings(out: Console, findings: list[Finding]) -> None:
     out.print(f"{faults or 'no'} fault{'' if faults == 1 else 's'} found", highlight=False)
 
 
-if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__, config=(tyro.conf.OmitArgPrefixes,)))
+def run(args: Sequence[str], prog: str | None = None) -> None:
+    """Parses `args` and runs the command; `prog` is what its help calls it."""
+    main(tyro.cli(Options, prog=prog, args=args, description=__doc__, config=(tyro.conf.OmitArgPrefixes,)))

@@ -301,8 +301,8 @@ def _show(as_json: bool, data: Callable[[], Any], *renderables: Any) -> None:
         console.print(renderable, highlight=False)
 
 
-def main(args: Sequence[str] | None = None) -> None:
-    """Parse the command line and run one subcommand."""
+def run(args: Sequence[str], prog: str | None = None) -> None:
+    """Parses `args` and runs the command; `prog` is what its help calls it."""
     with errors_in_one_line(Console(stderr=True, soft_wrap=True)):
         tyro.extras.subcommand_cli_from_dict(
             {
@@ -317,11 +317,8 @@ def main(args: Sequence[str] | None = None) -> None:
                 "plot": run_plot,
                 "docs": run_docs,
             },
-            description=__doc__,
+            prog=prog,
             args=args,
+            description=__doc__,
             config=(tyro.conf.OmitArgPrefixes,),
         )
-
-
-if __name__ == "__main__":
-    main()

@@ -11,6 +11,7 @@ lm-eval's tasks are run by `python -m kimi_jax.evaluation.lm_eval` (docs/checkpo
 import dataclasses
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -343,9 +344,12 @@ def texts_of(options: CompareOptions, engine: "Engine") -> list[list[int]]:
     return [text[: options.tokens] for text in ids]
 
 
-if __name__ == "__main__":
+def run(args: Sequence[str], prog: str | None = None) -> None:
+    """Parses `args` and runs the command; `prog` is what its help calls it."""
     tyro.extras.subcommand_cli_from_dict(
         {"logits": run_logits, "perplexity": run_perplexity, "tasks": run_tasks, "compare": run_compare},
+        prog=prog,
+        args=args,
         description=__doc__,
         config=(tyro.conf.OmitArgPrefixes,),
     )

@@ -10,7 +10,7 @@ Examples:
 
 import dataclasses
 import json
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -107,7 +107,7 @@ def main(options: Options) -> None:
     status = Console(stderr=True, quiet=options.json)
     with errors_in_one_line(Console(stderr=True)):
         if options.gpu is None:
-            report, live = run(options, status)
+            report, live = measure(options, status)
         else:
             report, live = compile_absent(options, options.gpu, status), None
 
@@ -166,7 +166,7 @@ def compile_absent(options: Options, gpu: str, status: Console) -> "Report":
     return report
 
 
-def run(options: Options, status: Console) -> "tuple[Report, Live]":
+def measure(options: Options, status: Console) -> "tuple[Report, Live]":
     """Runs rounds on this machine's devices."""
     only_compiled = {
         "program": options.program != "round",
@@ -227,7 +227,9 @@ def compare(options: Compare) -> None:
         table_console().print(diff.show(diff.changes(diff.load(options.before), diff.load(options.after))))
 
 
-if __name__ == "__main__" and sys.argv[1:2] == ["diff"]:
-    compare(tyro.cli(Compare, prog="profile.py diff", args=sys.argv[2:]))
-elif __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__, config=(tyro.conf.OmitArgPrefixes,)))
+def run(args: Sequence[str], prog: str | None = None) -> None:
+    """Parses `args` and runs the command; `prog` is what its help calls it."""
+    if list(args[:1]) == ["diff"]:
+        compare(tyro.cli(Compare, prog=f"{prog or 'profile.py'} diff", args=args[1:]))
+    else:
+        main(tyro.cli(Options, prog=prog, args=args, description=__doc__, config=(tyro.conf.OmitArgPrefixes,)))

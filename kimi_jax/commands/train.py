@@ -8,6 +8,7 @@ Examples:
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -257,6 +258,8 @@ def main(options: Command) -> None:
         train(options, console)
 
 
-if __name__ == "__main__":
+def run(args: Sequence[str], prog: str | None = None) -> None:
+    """Parses `args` and runs the command; `prog` is what its help calls it."""
     with errors_in_one_line(Console(stderr=True)):
-        main(tyro.cli(Command, description=__doc__))  # pyright: ignore[reportArgumentType, reportCallIssue]
+        command: Any = Command
+        main(tyro.cli(command, prog=prog, args=args, description=__doc__))
