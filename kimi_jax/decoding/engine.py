@@ -18,7 +18,7 @@ from kimi_jax.checkpoint.sharded.reader import restore
 from kimi_jax.config import ModelConfig
 from kimi_jax.ddtree.budget import ROW_COUNTS, CostTable
 from kimi_jax.decoding.cpu_form import cpu_form
-from kimi_jax.decoding.generate import Limits, Progress, generate
+from kimi_jax.decoding.generate import Limits, Progress, generate, one_each, token_rows
 from kimi_jax.decoding.kernels import Pick, picks
 from kimi_jax.decoding.programs import Programs
 from kimi_jax.decoding.rebalance import Rebalancer
@@ -160,20 +160,23 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         limits: Limits,
         sampling: Sampling,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
         draft: Draft = PLAIN,
         costs: Costs | None = None,
+        samples: Sequence[int] | None = None,
     ) -> Iterator[Progress]:
-        """Decodes a batch of prompts given as ids; see `decoding.generate`.
+        """Decodes a batch of prompts given as ids, with one seed or one for each; see `decoding.generate`.
 
         All processes call it alike. Raises ValueError naming those with other arguments than process 0.
         """
-        ways = (self.layout, np.dtype(self.dtype).name, limits, sampling, seed, draft)
-        require_agreement("prompts or options", ([list(prompt) for prompt in prompts], *ways))
+        prompts = token_rows(prompts)
+        seeds = one_each("seeds", seed, len(prompts))
+        ways = (self.layout, np.dtype(self.dtype).name, limits, sampling, seeds, samples, draft)
+        require_agreement("prompts or options", (prompts, *ways))
         programs = self.programs(sampling, draft, len(prompts), costs)
         # On GPUs float32 matrix products would be rounded to TF32 otherwise; bfloat16 ones do not change.
         with jax.default_matmul_precision("highest"):
-            for progress in generate(programs, self.parameters, prompts, limits, seed, self.rebalancer):
+            for progress in generate(programs, self.parameters, prompts, limits, seeds, self.rebalancer, samples):
                 if self.watchdog is not None:
                     self.watchdog.beat()
                 yield progress

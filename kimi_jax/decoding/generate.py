@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import jax
 import numpy as np
@@ -59,20 +60,28 @@ def generate(
     parameters: Parameters,
     prompts: Sequence[Sequence[int]],
     limits: Limits,
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
     rebalancer: Rebalancer | None = None,
+    samples: Sequence[int] | None = None,
 ) -> Iterator[Progress]:
     """Decodes a batch of prompts of any lengths, yielding after every dispatch. A stop token is the last of its text.
 
     A rebalancer moves experts between dispatches, in the arrays that `parameters` holds.
 
+    Args:
+      prompts: token ids, as lists or integer arrays.
+      seed: of all prompts, or one for each. What is sampled for a prompt depends on its own seed and sample number.
+      samples: number of each prompt among those that share its seed; 0 by default, so equal prompts with equal seeds
+        get equal texts.
+
     Raises:
-      ValueError: an empty prompt, ids outside the vocabulary, or more positions than the model has.
+      ValueError: an empty prompt, ids that are no integers or outside the vocabulary, more positions than the model
+        has, or a seed that does not fit 64 bits.
       NonFiniteLogitsError: naming the prompt and the position.
     """
     started = time.perf_counter()
     parameters = {name: parameters[name] for name in programs.needs}
-    state = prefill(programs, parameters, prompts, limits, seed)
+    state = prefill(programs, parameters, prompts, limits, seed, samples)
     seen, rounds, done = [0] * len(prompts), 1, False
     if rebalancer is not None:
         rebalancer.begin()
@@ -92,13 +101,19 @@ def generate(
 
 
 def prefill(
-    programs: Programs, parameters: Parameters, prompts: Sequence[Sequence[int]], limits: Limits, seed: int = 0
+    programs: Programs,
+    parameters: Parameters,
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    seed: int | Sequence[int] = 0,
+    samples: Sequence[int] | None = None,
 ) -> DecodeState:
     """The state after all prompts have been run: their first tokens are drawn, none is emitted.
 
     Raises ValueError as `generate` does.
     """
     config = programs.model.config
+    prompts = token_rows(prompts)
     check_prompts(prompts, config.vocab_size, config.max_position_embeddings, limits.max_new_tokens)
     multiple = programs.request_multiple
     requests = -(-len(prompts) // multiple) * multiple
@@ -106,14 +121,19 @@ def prefill(
     chunk = chunk_rows(longest, limits)
     steps = programs.speculation.max_depth + 1
     capacity = _round_up(max(longest + limits.max_new_tokens + steps, limits.least_capacity), programs.cache_multiple)
-    padded = [*prompts, *[[] for _ in range(requests - len(prompts))]]
+    empty = requests - len(prompts)
+    padded = [*prompts, *[[] for _ in range(empty)]]
+    seeds, numbers = (
+        one_each("seeds", seed, len(prompts)),
+        one_each("samples", 0 if samples is None else samples, len(prompts)),
+    )
 
     def place(values: np.ndarray) -> Array:
         return host_arrays.place(values, programs.mesh, REQUESTS)
 
     budgets = np.asarray([limits.max_new_tokens if prompt else 0 for prompt in padded], np.int32)
     state = programs.start(
-        place(np.asarray(request_keys(seed, requests))), place(budgets),
+        place(request_keys([*seeds, *[0] * empty], [*numbers, *[0] * empty])), place(budgets),
         capacity=capacity, max_new_tokens=limits.max_new_tokens,
     )  # fmt: skip
     for first in range(0, longest, chunk):
@@ -126,6 +146,25 @@ def prefill(
         state = programs.prefill(parameters, state, place(tokens), place(counts))
 
     return state
+
+
+def token_rows(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Prompts as lists of ints. Raises ValueError naming the prompt whose ids are no integers."""
+    rows = []
+    for index, prompt in enumerate(prompts):
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+            raise ValueError(f"prompt {index} is {prompt!r:.60}; it must be a row of integer ids")
+        rows.append(ids.tolist())
+    return rows
+
+
+def one_each(what: str, value: int | Sequence[int], prompts: int) -> list[int]:
+    """A value for each prompt, where one may be given for all. Raises ValueError where their numbers differ."""
+    values = list(cast(Sequence[int], value)) if np.ndim(value) else [cast(int, value)] * prompts
+    if len(values) != prompts:
+        raise ValueError(f"there are {len(values)} {what} for {prompts} prompts")
+    return values
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, positions: int, max_new_tokens: int) -> None:

@@ -1,14 +1,18 @@
 """The target's next token for every row of a step: the same whatever the mesh, the batch or the speculation.
 
-A token is drawn by the Gumbel-max rule with noise that depends on the request's key and the token's position alone.
+A token is drawn by the Gumbel-max rule with noise that belongs to (the request's seed, its sample number, the token's
+position), never to its place in a batch.
 Rows at one depth of a draft tree share their noise; only one of them lies on the realised path, so each emitted token
 is an exact draw from the target given its prefix, and speculation changes neither its law nor the draw itself.
 """
 
 import dataclasses
+import operator
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kimi_jax.ddtree.tree import largest
@@ -43,10 +47,28 @@ class Sampling:
         return self.temperature == 0
 
 
-def request_keys(seed: int, requests: int) -> UInt32[Array, "requests 2"]:
-    """One key for each request of a batch, a function of the seed and the request's index."""
-    keys = jax.vmap(lambda index: jax.random.fold_in(jax.random.key(seed), index))(jnp.arange(requests))
-    return jax.random.key_data(keys)
+KEYS = "threefry2x32"
+"""Named, so that texts do not follow a change of JAX's default generator."""
+SEEDS = (-(1 << 63), (1 << 63) - 1)
+"""Least and greatest seed: all 64 bits count."""
+
+
+def check_seed(seed: int) -> int:
+    """The seed as an int. Raises ValueError, naming the range, where it is none or does not fit 64 bits."""
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        raise ValueError(f"seed is {seed!r}; it must be an integer") from None
+    if not SEEDS[0] <= number <= SEEDS[1]:
+        raise ValueError(f"seed is {number}; it must lie in {SEEDS[0]} .. {SEEDS[1]} (64 bits)")
+    return number
+
+
+def request_keys(seeds: Sequence[int], samples: Sequence[int]) -> UInt32[np.ndarray, "requests 2"]:
+    """One key for each request, from its own seed and sample number (0 .. 2^32 - 1) and nothing else."""
+    halves = np.array([(seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF) for seed in map(check_seed, seeds)], np.uint32)
+    keys = jax.random.wrap_key_data(jnp.asarray(halves.reshape(-1, 2)), impl=KEYS)
+    return np.asarray(jax.random.key_data(jax.vmap(jax.random.fold_in)(keys, np.asarray(samples, np.uint32))))
 
 
 def next_tokens(
@@ -66,7 +88,9 @@ def next_tokens(
     full = filtered_logits(all_gather(logits, "tp", dimension=-1), sampling)
 
     def noise(key: Array, position: Array) -> Array:
-        return jax.random.gumbel(jax.random.fold_in(jax.random.wrap_key_data(key), position), full.shape[-1:])
+        return jax.random.gumbel(
+            jax.random.fold_in(jax.random.wrap_key_data(key, impl=KEYS), position), full.shape[-1:]
+        )
 
     noisy = full + jax.vmap(jax.vmap(noise, (None, 0)))(keys, positions + 1)
     return jnp.argmax(noisy, axis=-1).astype(jnp.int32), jnp.isfinite(full.max(-1))

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from kimi_jax.ddtree.acceptance import Acceptance, walk
 from kimi_jax.ddtree.budget import ROW_COUNTS, CostTable, choose_num_nodes, drafting_pays, row_count_index, share_nodes
 from kimi_jax.ddtree.tree import DraftTree, build_lattice, chain, greedy_path, resize, truncate
+from kimi_jax.decoding.sampling import KEYS
 from kimi_jax.decoding.state import DecodeState
 from kimi_jax.drafter.context import CONTEXT, empty_context
 from kimi_jax.drafter.dflash import DFlash, stack_taps
@@ -244,7 +245,9 @@ class DFlashSpeculation:
         """Accepts the deepest path's first rows, as many as average `synthetic` (no more than the tree has)."""
         wanted = self.synthetic or 1.0
         whole = int(wanted)
-        extra = jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), length)) < wanted - whole
+        extra = (
+            jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key, impl=KEYS), length)) < wanted - whole
+        )
         deepest = jnp.argmax(tree.depths)
         accepted = jnp.minimum(whole + extra, tree.depths[deepest] + 1)
         step = jnp.arange(tree.max_depth + 1)

@@ -91,8 +91,9 @@ def write_all(
         limits = Limits(writing.max_new_tokens, least_capacity=bucket(longest) + writing.max_new_tokens)
         padded = cut + cut[-1:] * (batch - len(cut))
         ids: list[list[int]] = [[] for _ in padded]
-        # Another seed for each batch, since a sampled prompt may be asked several times.
-        for step in engine.generate(padded, limits, writing.sampling, seed + first, draft):
+        # A sampled prompt may be asked several times, and answers to different ones should not share their noise.
+        samples = part + part[-1:] * (batch - len(part))
+        for step in engine.generate(padded, limits, writing.sampling, seed, draft, samples=samples):
             for text, new in zip(ids, step.new_tokens, strict=True):
                 text += new
             if all(

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from kimi_jax.decoding.engine import Engine
@@ -15,9 +16,9 @@ pytestmark = pytest.mark.core
 GREEDY = Sampling()
 
 
-def texts(engine: Engine, prompts, limits, sampling=GREEDY, seed=0):
+def texts(engine: Engine, prompts, limits, sampling=GREEDY, seed=0, samples=None):
     out = [[] for _ in prompts]
-    for progress in engine.generate(prompts, limits, sampling, seed):
+    for progress in engine.generate(prompts, limits, sampling, seed, samples=samples):
         for row, new in enumerate(progress.new_tokens):
             out[row] += new
     return out
@@ -88,6 +89,33 @@ def test_sampling_is_reproducible_by_seed_whatever_the_batch_and_the_mesh(engine
     assert texts(engines(), prompts[:1], limits, sampling, seed=3) == first[:1]
     assert texts(engines("hgx-ib-16"), prompts, limits, sampling, seed=3) == first
     assert texts(engines(), prompts, limits, sampling, seed=4) != first
+    behind = texts(engines(), prompts[::-1], limits, sampling, seed=3)
+    assert behind[::-1] == first
+    for mesh in ("local", "hgx-ib-16"):
+        assert [texts(engines(mesh), [prompt], limits, sampling, seed=3)[0] for prompt in prompts] == first
+    assert texts(engines(), prompts[:1], limits, sampling, seed=3 + (1 << 32)) != first[:1]
+
+
+def test_each_prompt_has_its_own_seed_and_sample_number(engines, prompts):
+    sampling, limits, prompt = Sampling(temperature=1.0), Limits(max_new_tokens=8), prompts[0]
+    seeds = [5, 1 << 40, -1]
+    alone = [texts(engines(), [prompt], limits, sampling, seed=seed)[0] for seed in seeds]
+    assert len({tuple(text) for text in alone}) == 3
+    for engine in (engines(), engines("hgx-ib-16")):
+        assert texts(engine, [prompt] * 4, limits, sampling, seed=[*seeds, 5]) == [*alone, alone[0]]
+    numbered = texts(engines(), [prompt] * 3, limits, sampling, seed=5, samples=[2, 0, 1])
+    assert numbered[1] == alone[0]
+    assert len({tuple(text) for text in numbered}) == 3
+    with pytest.raises(ValueError, match="2 seeds for 1 prompts"):
+        texts(engines(), [prompt], limits, sampling, seed=[1, 2])
+    with pytest.raises(ValueError, match="seed is 9223372036854775808"):
+        texts(engines(), [prompt], limits, sampling, seed=1 << 63)
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.uint16, tuple])
+def test_prompts_may_be_integer_arrays(kind, engines, prompts):
+    rows = [tuple(prompt) if kind is tuple else np.asarray(prompt, kind) for prompt in prompts]
+    assert texts(engines(), rows, Limits(max_new_tokens=4)) == texts(engines(), prompts, Limits(max_new_tokens=4))
 
 
 def test_a_tiny_temperature_is_greedy(engines, prompts):
@@ -107,7 +135,20 @@ def test_weights_that_are_not_finite_are_an_error_and_not_a_token(engines, promp
 
 @pytest.mark.parametrize(
     ("bad", "message"),
-    [([], "no prompt"), ([[1], []], "prompt 1 is empty"), ([[1, 576]], "outside 0..575"), ([[1, -1]], "outside")],
+    [
+        ([], "no prompt"),
+        ([[1], []], "prompt 1 is empty"),
+        ([[1, 576]], "outside 0..575"),
+        ([[1, -1]], "outside"),
+        ([[1], [1.0, 2.5]], r"prompt 1 is \[1\.0, 2\.5\]; it must be a row of integer ids"),
+        ([np.ones(3)], "integer ids"),
+        ([["1"]], "integer ids"),
+        ([[True]], "integer ids"),
+        ([[[1], [2]]], "integer ids"),
+        ([1, 2], "integer ids"),
+        ([[float("nan")]], "integer ids"),
+        ([[1 << 70]], "integer ids"),
+    ],
 )
 def test_prompts_that_cannot_run_are_refused(bad, message, engines):
     with pytest.raises(ValueError, match=message):

@@ -21,7 +21,10 @@ def test_draws_follow_the_tempered_softmax(temperature):
     draws = 20_000
     logits = jnp.broadcast_to(jnp.asarray(LOGITS), (draws, 1, 6))
     tokens, finite = next_tokens(
-        logits, jnp.zeros((draws, 1), jnp.int32), request_keys(0, draws), Sampling(temperature=temperature)
+        logits,
+        jnp.zeros((draws, 1), jnp.int32),
+        request_keys([0] * draws, range(draws)),
+        Sampling(temperature=temperature),
     )
     expected = probabilities(LOGITS / temperature) * draws
     observed = np.bincount(np.asarray(tokens).ravel(), minlength=6)
@@ -33,7 +36,7 @@ def test_draws_follow_the_tempered_softmax(temperature):
 def test_positions_draw_independently():
     positions = jnp.arange(4000)[None]
     logits = jnp.broadcast_to(jnp.asarray(LOGITS), (1, 4000, 6))
-    tokens = np.asarray(next_tokens(logits, positions, request_keys(0, 1), Sampling(temperature=1.0))[0])[0]
+    tokens = np.asarray(next_tokens(logits, positions, request_keys([0], [0]), Sampling(temperature=1.0))[0])[0]
     p = probabilities(LOGITS)
     pairs = np.bincount(tokens[:-1] * 6 + tokens[1:], minlength=36)
     expected = np.outer(p, p).ravel() * 3999
@@ -65,9 +68,24 @@ def test_filters_keep_what_their_definitions_say(sampling, kept):
 
 def test_greedy_takes_the_lower_id_of_equals_and_notices_nan():
     logits = jnp.asarray([[[0.0, 2.0, 2.0, 1.0], [0.0, np.nan, 1.0, 2.0]]])
-    tokens, finite = next_tokens(logits, jnp.zeros((1, 2), jnp.int32), request_keys(0, 1), Sampling())
+    tokens, finite = next_tokens(logits, jnp.zeros((1, 2), jnp.int32), request_keys([0], [0]), Sampling())
     assert int(tokens[0, 0]) == 1
     assert finite.tolist() == [[True, False]]
+
+
+def test_every_bit_of_a_seed_and_the_sample_number_count():
+    seeds = [0, 1, 1 << 31, 1 << 32, 1 << 33, 1 << 62, (1 << 62) + 1, (1 << 63) - 1, -1, -(1 << 63)]
+    keys = request_keys([*seeds, *seeds], [0] * len(seeds) + [1] * len(seeds))
+    assert len({tuple(key) for key in keys.tolist()}) == 2 * len(seeds)
+    assert request_keys([1 << 33], [1]).tolist() == [keys[len(seeds) + 4].tolist()], "alone or among others"
+
+
+@pytest.mark.parametrize("seed", [1 << 63, -(1 << 63) - 1, 1.0, "1", None])
+def test_seeds_that_do_not_fit_are_refused(seed):
+    with pytest.raises(
+        ValueError, match=r"seed is .* must (be an integer|lie in -9223372036854775808 \.\. 92233720368)"
+    ):
+        request_keys([seed], [0])
 
 
 @pytest.mark.parametrize(

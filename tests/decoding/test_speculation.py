@@ -44,9 +44,9 @@ class Fixed(NoSpeculation):
         return jax.vmap(lambda root: build_tree(self.log_probs, self.budget, root=root))(state.anchors)
 
 
-def run(programs, parameters, prompts, limits, seed=0):
+def run(programs, parameters, prompts, limits, seed=0, samples=None):
     texts, last = [[] for _ in prompts], None
-    for last in generate(programs, parameters, prompts, limits, seed):
+    for last in generate(programs, parameters, prompts, limits, seed, samples=samples):
         for row, new in enumerate(last.new_tokens):
             texts[row] += new
     return texts, last
@@ -199,7 +199,7 @@ def test_sampled_text_has_the_targets_law(temperature, engines, forward):
     marginal[0, np.argsort(marginal[0])[-2]] = 0  # never drafted, so that some rounds accept nothing
     drafts = Fixed(log_probs=jnp.log(jnp.asarray(marginal, jnp.float32)), budget=16, max_depth=2)
     programs = with_speculation(engine, drafts, sampling)
-    drawn, last = run(programs, engine.parameters, [prompt] * runs, Limits(max_new_tokens=3), seed=5)
+    drawn, last = run(programs, engine.parameters, [prompt] * runs, Limits(max_new_tokens=3), 5, range(runs))
     histogram = last.snapshot.accepted.sum(0)
     assert (histogram[1:4] > runs / 50).all(), f"drafts must be accepted and rejected: {histogram}"
 
