@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kimi_jax.chat import render
+from kimi_jax.text_files import lines_of, read_text
 from kimi_jax.tokenizer import Tokenizer
 
 
@@ -28,23 +29,27 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """The last message's text, as the label of a result."""
-        content = self.messages[-1].get("content")
-        return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        """The last message's text, which may be empty: its text parts joined, where it has parts."""
+        content = self.messages[-1].get("content") or ""
+        return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+    @property
+    def label(self) -> str:
+        """The text's first line with something in it, to head a result."""
+        return next((line.strip() for line in lines_of(self.text) if line.strip()), "(empty)")
 
 
 def read_prompts(path: Path) -> list[Prompt]:
     """Prompts of a file: with the ending .jsonl one JSON object a line, otherwise one text a line; empty lines skipped.
 
-    A JSON line is `{"messages": […], "tools": […]}`, `tools` being optional, or a list of messages alone.
+    A JSON line is `{"messages": […], "tools": […]}`, `tools` being optional, or a list of messages alone. Lines end at
+    LF or CRLF; other separators, such as U+2028, are text.
 
     Raises:
-      PromptError: a line that is neither, or a file without prompts or in another encoding than UTF-8.
+      PromptError: a line that is neither, or a file without prompts.
+      TextError: the file is not UTF-8.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{path}: not UTF-8 text ({error})") from None
+    lines = lines_of(read_text(path))
     parse = _from_json if path.suffix == ".jsonl" else lambda line, where: Prompt.of(line)
     prompts = [parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:

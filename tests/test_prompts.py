@@ -22,6 +22,30 @@ def test_lines_of_text_and_of_conversations(tmp_path):
     assert with_tools.tools == (TOOL,)
 
 
+def test_lines_end_at_lf_or_crlf_alone_and_a_mark_is_no_text(tmp_path):
+    text, chats = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    strange = "Add\u2028612\x85and\x0b259\x0c.\u2029"
+    text.write_bytes(f"\ufeff{strange}\r\nnext\n".encode())
+    assert read_prompts(text) == [Prompt.of(strange), Prompt.of("next")]
+    rows = [json.dumps({"messages": Prompt.of(each).messages}, ensure_ascii=False) for each in (strange, "next")]
+    chats.write_bytes(("\ufeff" + "\r\n".join(rows)).encode())
+    assert read_prompts(chats) == [Prompt.of(strange), Prompt.of("next")]
+
+
+@pytest.mark.parametrize(
+    ("content", "label"),
+    [
+        ("", "(empty)"),
+        (" \n\t", "(empty)"),
+        ("\n a\u2028b \nc", "a\u2028b"),
+        ([{"type": "text", "text": "a"}] * 2, "aa"),
+        (None, "(empty)"),
+    ],
+)
+def test_every_prompt_has_a_label(content, label):
+    assert Prompt(({"role": "tool", "content": content},)).label == label
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -38,7 +62,7 @@ def test_lines_of_text_and_of_conversations(tmp_path):
 )
 def test_what_is_no_prompt_is_named_with_its_line(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(PromptError, match=message):
+    with pytest.raises(ValueError, match=message):
         read_prompts(tmp_path / name)
 
 

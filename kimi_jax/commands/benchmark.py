@@ -30,6 +30,7 @@ from kimi_jax.cli import (
     table_console,
 )
 from kimi_jax.prompts import Prompt, encode, read_prompts
+from kimi_jax.text_files import write_text
 from meshes.devices import use_cpu_if_no_gpu
 
 PROMPTS = (
@@ -172,7 +173,7 @@ def page(runs: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path]) -
     with errors_in_one_line(Console(stderr=True)):
         from kimi_jax.evaluation import runs as saved
 
-        output.write_text(saved.page(saved.load(runs)))
+        write_text(output, saved.page(saved.load(runs)))
 
 
 @dataclasses.dataclass(frozen=True)

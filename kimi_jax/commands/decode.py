@@ -27,6 +27,7 @@ from kimi_jax.cli import (
     table_console,
 )
 from kimi_jax.prompts import Prompt, encode, read_prompts
+from kimi_jax.text_files import read_standard_input
 from kimi_jax.tokenizer import Tokenizer
 from meshes.devices import use_cpu_if_no_gpu
 
@@ -166,7 +167,7 @@ class Screen:
         if not piece.text:
             return
         if self._part is None and len(self.readers) > 1:
-            label = self.prompts[self.current].text.splitlines()[0]
+            label = self.prompts[self.current].label
             self.console.print(f"── {self.current + 1}: {label}", style="bold", markup=False)
         if piece.part != self._part:
             if piece.part == "thinking":
@@ -183,7 +184,7 @@ def gather_prompts(options: Options) -> list[Prompt]:
     if options.file is not None:
         prompts += read_prompts(options.file)
     if not prompts:
-        text = "" if sys.stdin.isatty() else sys.stdin.read()
+        text = "" if sys.stdin is None or sys.stdin.isatty() else read_standard_input(sys.stdin.buffer)
         if not text.strip():
             raise ValueError("no prompt: give one as an argument, with --file, or on standard input")
         prompts = [Prompt.of(text)]

@@ -23,6 +23,7 @@ from kimi_jax.estimator import document, original, pictures, published, report, 
 from kimi_jax.estimator.explain import explain
 from kimi_jax.estimator.model import k26
 from kimi_jax.estimator.options import Load, Place
+from kimi_jax.text_files import write_text
 from meshes import Preset, preset
 from meshes.devices import use_cpu_if_no_gpu
 
@@ -288,7 +289,7 @@ class DocsOptions:
 
 def run_docs(options: DocsOptions) -> None:
     """Write docs/cluster_scaling.md anew from the model."""
-    options.output.write_text(document.cluster_scaling())
+    write_text(options.output, document.cluster_scaling())
     Console(stderr=True).print(f"{options.output} written", style="dim", highlight=False)
 
 

@@ -32,6 +32,7 @@ from kimi_jax.cli import (
     table_console,
 )
 from kimi_jax.parallel import processes
+from kimi_jax.text_files import require_writable, whole_file
 from meshes.devices import simulate, use_cpu_if_no_gpu
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def run_logits(options: LogitsOptions) -> None:
     with errors_in_one_line(status):
         if options.output.suffix != ".npz":
             raise ValueError(f"{options.output}: the output is an NPZ file, so its name must end in .npz")
+        require_writable(options.output)
         opened = open_engine(options, status)
 
         from kimi_jax.evaluation.logits import logits, read_ids
@@ -70,7 +72,8 @@ def run_logits(options: LogitsOptions) -> None:
             task = bar.add_task("tokens", total=len(sequences[0]))
             values = logits(opened.engine, sequences, lambda done, total: bar.update(task, completed=done))
         if processes.this().prints:
-            np.savez(options.output, logits=values)
+            with whole_file(options.output) as stream:
+                np.savez(stream, logits=values)
         shape = " × ".join(map(str, values.shape))
         status.print(f"{options.output}: logits {shape} float32 ({opened.where})", style="dim", highlight=False)
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kimi_jax.cli import check_configurations, errors_in_one_line
+from kimi_jax.text_files import write_text
 from meshes.devices import use_cpu_if_no_gpu
 from meshes.presets import Layout
 
@@ -244,7 +245,7 @@ def measure_routing(options: Routing, console: Console) -> dict[str, Any]:
 def write(figures: dict[str, Any], output: Path | None) -> None:
     """The figures as JSON, where they are wanted."""
     if output:
-        output.write_text(json.dumps(figures, indent=1) + "\n")
+        write_text(output, json.dumps(figures, indent=1) + "\n")
 
 
 def main(options: Command) -> None:

@@ -2,12 +2,13 @@
 
 import functools
 import heapq
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+from kimi_jax.text_files import read_json
 
 Rates = tuple[tuple[float, ...], ...]
 """`rates[d][r]`: chance that the drafter's candidate of rank r at depth d is right where the path so far is."""
@@ -161,7 +162,7 @@ def from_file(path: Path, *, sibling_share: float, after_sibling: float) -> Acce
     Raises:
         ValueError: the file has neither.
     """
-    report = json.loads(Path(path).read_text())
+    report = read_json(path)
     rates = None
     if isinstance(report, dict):
         rates = report.get("hit_rates") or report.get("summary", {}).get("acceptance_by_position")

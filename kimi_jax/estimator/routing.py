@@ -1,12 +1,13 @@
 """How many experts a step reads, and how unevenly they and their rows lie on the ranks."""
 
 import functools
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+from kimi_jax.text_files import read_json
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, so that it is cheap to hash
@@ -76,7 +77,7 @@ def from_file(path: Path, num_experts: int, top_k: int, tree_diversity: float = 
     Raises:
         ValueError: another shape or another number of experts, naming both.
     """
-    counts = np.atleast_2d(np.asarray(json.loads(Path(path).read_text()), dtype=np.float64))
+    counts = np.atleast_2d(np.asarray(read_json(path), dtype=np.float64))
     if counts.ndim != 2 or counts.shape[1] != num_experts:
         raise ValueError(f"{path}: shape {counts.shape}, expected {num_experts} counts, or a list of such lists")
     per_layer = np.sort(counts / counts.sum(axis=1, keepdims=True), axis=1)

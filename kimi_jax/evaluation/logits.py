@@ -10,6 +10,7 @@ from jaxtyping import Float
 
 from kimi_jax.decoding.engine import Engine
 from kimi_jax.evaluation.forcing import force, logits_of
+from kimi_jax.text_files import read_text
 
 
 class InputError(ValueError):
@@ -19,7 +20,7 @@ class InputError(ValueError):
 def read_ids(path: Path, vocab_size: int) -> list[list[int]]:
     """A JSON list of id lists of equal length. Raises InputError naming the file and the list that does not fit."""
     try:
-        value: Any = json.loads(path.read_text())
+        value: Any = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not JSON ({error})") from None
     if not isinstance(value, list) or not value or not all(isinstance(ids, list) and ids for ids in value):

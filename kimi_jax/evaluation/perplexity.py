@@ -11,6 +11,7 @@ from typing import Any
 from kimi_jax.decoding.engine import Engine
 from kimi_jax.evaluation.forcing import score, strided
 from kimi_jax.parallel import host_arrays, processes
+from kimi_jax.text_files import lines_of, naming, read_text, write_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +66,7 @@ def read_documents(engine: Engine, files: Sequence[Path], *, bos: bool) -> list[
         raise ValueError("no text: give one or more UTF-8 text files")
     documents = []
     for file in files:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file}: not UTF-8 text ({error})") from None
+        text = read_text(file)
         ids = engine.tokenizer.encode(text)
         ids = [engine.tokenizer.special_id("[BOS]"), *ids] if bos else ids
         if len(ids) < 2:
@@ -90,13 +88,13 @@ class Journal:
         self._writes = processes.this().prints
         if path is None:
             return
-        text = path.read_text() if path.exists() else ""
+        text = read_text(path) if path.exists() else ""
         whole, newline, cut = text.rpartition("\n")  # what follows was being written when the run was stopped
         if not text or (not newline and json.dumps(run).startswith(cut)):
             self._write("w", run)
             return
         try:
-            first, *rest = map(json.loads, whole.splitlines())
+            first, *rest = map(json.loads, lines_of(whole))
             differ = [name for name in run if first[name] != run[name]]
             self.nats = {entry["window"]: entry["nats"] for entry in rest}
         except (ValueError, KeyError, TypeError):
@@ -104,7 +102,7 @@ class Journal:
         if differ:
             raise ValueError(f"{path}: belongs to another run (different {', '.join(differ)}); give another name")
         if cut and self._writes:
-            path.write_text(whole + newline)
+            write_text(path, whole + newline)
 
     def add(self, window: int, nats: float) -> None:
         """Keeps one window's result."""
@@ -114,7 +112,7 @@ class Journal:
     def _write(self, mode: str, line: dict[str, Any]) -> None:
         if self._path is None or not self._writes:
             return
-        with self._path.open(mode) as stream:
+        with naming(self._path), self._path.open(mode) as stream:
             stream.write(json.dumps(line) + "\n")
 
 

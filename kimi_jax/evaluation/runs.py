@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kimi_jax.text_files import read_text
+
 INTRODUCTION = """# Benchmarks
 
 Saved runs of `scripts/benchmark.py`; this page is written from them by
@@ -63,7 +65,7 @@ def load(directory: Path) -> list[dict[str, Any]]:
 
 def _run(file: Path) -> dict[str, Any]:
     try:
-        run = json.loads(file.read_text())
+        run = json.loads(read_text(file))
     except ValueError as error:
         raise ValueError(f"{file}: not JSON ({error}); save what --json prints, without standard error") from None
     missing = [name for name in ("benchmark", "command", "ran", "machine", "results") if name not in run]

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from kimi_jax.parallel.placement import Placement
+from kimi_jax.text_files import TextError, read_json, write_text
 from meshes.presets import expert_slots
 
 FORMAT = "expert placements 1"
@@ -132,7 +133,7 @@ def save_placements(path: str | Path, placements: Sequence[Placement]) -> None:
         "num_experts": placements[0].num_experts,
         "slot_experts": [list(placement.slot_experts) for placement in placements],
     }
-    Path(path).write_text(json.dumps(content) + "\n")
+    write_text(Path(path), json.dumps(content) + "\n")
 
 
 def load_placements(path: str | Path, *, layers: int, num_experts: int, ranks: int) -> list[Placement]:
@@ -142,9 +143,9 @@ def load_placements(path: str | Path, *, layers: int, num_experts: int, ranks: i
       ValueError: not such a file, or made for another number of layers, experts or ranks.
     """
     try:
-        content = json.loads(Path(path).read_text())
+        content = read_json(path)
         form, experts, rows = content["format"], content["num_experts"], content["slot_experts"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (TextError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not a file of expert placements ({error!r})") from error
     if form != FORMAT:
         raise ValueError(f"{path}: format is {form!r}; this version reads {FORMAT!r}")

@@ -15,6 +15,7 @@ from rich.table import Table
 from kimi_jax.profiling.dump import PROGRAM, REPORT
 from kimi_jax.profiling.hlo import Module, part_of
 from kimi_jax.profiling.traffic import intermediates, is_kernel, kernel_name, launched
+from kimi_jax.text_files import read_text
 
 _CASE = ("program", "mesh", "layout", "gpu", "layers", "requests", "rows_per_request", "context", "budget")
 _PART = (
@@ -48,9 +49,9 @@ def load(path: Path) -> dict[str, Any]:
         if not program.exists():
             raise ValueError(f"{path}: holds no {PROGRAM}; give a directory that --xla-dump wrote")
         known = load(report) if report.exists() else {}
-        return known | dict(_instructions(Module(program.read_text())))
+        return known | dict(_instructions(Module(read_text(program))))
     try:
-        report = json.loads(path.read_text())
+        report = json.loads(read_text(path))
     except OSError as error:
         hint = "give a file that `profile.py --json` printed, or a directory that --xla-dump wrote"
         raise ValueError(f"{path}: cannot be read ({error.strerror}); {hint}") from None

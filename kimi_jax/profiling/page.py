@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kimi_jax.profiling.report import Report
+from kimi_jax.text_files import write_text
 
 _COLOURS = ("#2f6f9f", "#c8742c", "#5b8a3c", "#8a5a9e", "#a8433f")
 _STYLE = """
@@ -17,7 +18,7 @@ td { text-align: right; } td:first-child, th:first-child { text-align: left; } s
 
 def write(report: Report, path: Path) -> None:
     """Writes the page."""
-    path.write_text(page(report))
+    write_text(path, page(report))
 
 
 def page(report: Report) -> str:

@@ -15,6 +15,7 @@ from kimi_jax.drafter.dflash import DFlash
 from kimi_jax.model.transformer import CausalLM
 from kimi_jax.parameters import Parameters
 from kimi_jax.quantization import Int4Weight, dequantize, quantize
+from kimi_jax.text_files import write_text
 from kimi_jax.tokenizer import CONFIG_FILE, VOCABULARY_FILE
 
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -45,9 +46,8 @@ def export_target(
     """Writes a trained target as a K2.6-layout checkpoint folder; `output` must be empty or absent."""
     config = ModelConfig.from_dict(config_json)
     generation = tokenizer_directory / "generation_config.json"
-    generation.write_text(
-        json.dumps({"eos_token_id": config_json["eos_token_id"], "max_length": 1024}, indent=2) + "\n"
-    )
+    limits = {"eos_token_id": config_json["eos_token_id"], "max_length": 1024}
+    write_text(generation, json.dumps(limits, indent=2) + "\n")
     save(
         output,
         quantize_experts(parameters, config),

@@ -10,6 +10,7 @@ from kimi_jax.chat import render
 from kimi_jax.decoding.engine import Engine
 from kimi_jax.decoding.generate import Limits
 from kimi_jax.decoding.sampling import Sampling
+from kimi_jax.text_files import read_text, write_text
 from kimi_jax.training.data import Chat
 from kimi_jax.training.tasks import Example, training_stream
 
@@ -71,8 +72,8 @@ def training_generations(
     stream = training_stream(np.random.default_rng([seed, 1]))
     examples: list[Example] = [next(stream) for _ in range(texts)]
     prompts = [example.prompt for example in examples]
-    saved = json.loads(path.read_text()) if path.exists() else {}
+    saved = json.loads(read_text(path)) if path.exists() else {}
     if saved.get("prompts") != prompts:
         saved = {"prompts": prompts, "answers": generate_answers(engine, prompts, progress=progress)}
-        path.write_text(json.dumps(saved))
+        write_text(path, json.dumps(saved))
     return finished_chats(engine, prompts, saved["answers"])

@@ -17,6 +17,8 @@ import orbax.checkpoint as ocp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kimi_jax.text_files import lines_of, read_text, write_text
+
 Record = dict[str, Any]
 """One line of the log: `step` and figures by name."""
 
@@ -140,9 +142,9 @@ def _restore(manager: ocp.CheckpointManager, step: int, state: Any) -> Any:
 def _check_recipe(path: Path, recipe: Mapping[str, Any]) -> None:
     recipe = json.loads(json.dumps(recipe))
     if not path.exists():
-        path.write_text(json.dumps(recipe, indent=2) + "\n")
+        write_text(path, json.dumps(recipe, indent=2) + "\n")
         return
-    found = json.loads(path.read_text())
+    found = json.loads(read_text(path))
     different = sorted(key for key in {*found, *recipe} if found.get(key) != recipe.get(key))
     if different:
         changes = ", ".join(f"{key} {found.get(key)!r} there, {recipe.get(key)!r} now" for key in different)
@@ -154,13 +156,13 @@ def _read_log(path: Path, steps: int) -> list[Record]:
     if not path.exists():
         return []
     log: list[Record] = []
-    for line in path.read_text().splitlines():
+    for line in lines_of(read_text(path)):
         try:
             log.append(json.loads(line))
         except json.JSONDecodeError:
             break  # a kill can leave half a line, which was then the last
     log = [record for record in log if record["step"] <= steps]
-    path.write_text("".join(json.dumps(record) + "\n" for record in log))
+    write_text(path, "".join(json.dumps(record) + "\n" for record in log))
     return log
 
 
