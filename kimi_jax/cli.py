@@ -24,6 +24,7 @@ from kimi_jax.config import ModelConfig
 from kimi_jax.drafter.config import DrafterConfig
 from kimi_jax.parallel import processes
 from kimi_jax.parallel.processes import ProcessOptions
+from kimi_jax.tables import table_console as table_console  # the commands take it from here
 from meshes.devices import build_mesh, select_devices, use_cpu_if_no_gpu, visible_gpu_count
 from meshes.hardware import GPU, GPUS
 from meshes.presets import Layout, Preset, preset
@@ -200,16 +201,6 @@ def stages(console: Console) -> Iterator[Callable[[str], None]]:
             bar.add_task(name, total=None)
 
         yield begin
-
-
-TABLE_WIDTH = 160
-"""Columns of a table that goes to a file or a pipe, where rich would take 80."""
-
-
-def table_console() -> Console:
-    """Standard output for tables, as wide as the terminal or TABLE_WIDTH."""
-    console = Console()
-    return console if console.is_terminal else Console(width=TABLE_WIDTH)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ Examples:
   uv run scripts/estimate.py point --mesh nvl72 --concurrency 64 --budget 8
   uv run scripts/estimate.py recommend --mesh hgx-ib-16 --concurrency 1
   uv run scripts/estimate.py recommend --mesh nvl72 --goal throughput --least-speed 40
+  uv run scripts/estimate.py smallest --least-speed 100 --concurrency 64
   uv run scripts/estimate.py compare --gpus 8 16 36 72
   uv run scripts/estimate.py plot budget --output budget.png
   uv run scripts/estimate.py check --mesh nvl72 --gpu gb300
@@ -18,13 +19,16 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from kimi_jax.cli import errors_in_one_line, quiet_compiler, stages, table_console
-from kimi_jax.estimator import document, original, pictures, published, report, search, step
+from kimi_jax.cli import errors_in_one_line, quiet_compiler, stages
+from kimi_jax.estimator import pictures, report, search, step
 from kimi_jax.estimator.explain import explain
 from kimi_jax.estimator.model import k26
 from kimi_jax.estimator.options import Load, Place
+from kimi_jax.estimator.study import document, original
+from kimi_jax.estimator.study import tables as study_tables
+from kimi_jax.tables import show
 from kimi_jax.text_files import write_text
-from meshes import Preset, preset
+from meshes import Preset, gpu, preset
 from meshes.devices import use_cpu_if_no_gpu
 
 
@@ -39,8 +43,8 @@ class PointOptions(Place):
 def run_point(options: PointOptions) -> None:
     """One layout under one load: time by part, bottleneck, memory, speed, each beside its physical limit."""
     result = step.estimate(options.scenario(options.machine(), options.gpu, options.budget))
-    tables = [report.parts_table(result), report.speed_table(result), report.memory_table(result)]
-    _show(options.json, lambda: report.details(result), *tables, f"Bottleneck: {result.bottleneck}")
+    tables = [report.parts_table(result, options.wide), report.speed_table(result), report.memory_table(result)]
+    _show(options.json, lambda: report.details(result), *report.answer(result), *tables)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +75,8 @@ def run_sweep(options: SweepOptions) -> None:
                     s = at.scenario(machine, options.gpu, budget)
                     found = search.candidates(machine, s, (budget,), fixed=at.fixed()) if options.best_layout else []
                     results.append(max(found, key=lambda e: e.tokens_per_s_per_user, default=step.estimate(s)))
-    _show(options.json, lambda: [report.summary(e) for e in results], report.estimates_table(results, "Sweep"))
+    table = report.estimates_table(results, "Sweep", options.wide)
+    _show(options.json, lambda: [report.summary(e) for e in results], table)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,8 +106,33 @@ def run_recommend(options: RecommendOptions) -> None:
         fixed=options.fixed(),
     )
     rows = [e for e in (found.best, found.runner_up) if e]
-    table = report.estimates_table(rows, f"{machine.name}: best and runner-up")
-    _show(options.json, lambda: report.recommendation_data(found), table, report.recommendation_text(found))
+    table = report.estimates_table(rows, f"{machine.name}, best and runner-up", options.wide)
+    text = report.recommendation_text(found)
+    _show(options.json, lambda: report.recommendation_data(found), *text, table, *found.reasons)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SmallestOptions(Load):
+    """Options of `smallest`."""
+
+    least_speed: float
+    """Tokens/s that every user must get, with --concurrency users at once."""
+    gpu: str | None = None
+    """Only machines of this card; by default each card's smallest machine is found."""
+    budgets: tuple[int, ...] = search.BUDGETS
+    """Draft budgets to try; 0 is no draft."""
+
+
+def run_smallest(options: SmallestOptions) -> None:
+    """The smallest machine, of whole HGX nodes or racks, that gives every one of --concurrency users --least-speed."""
+    if options.gpu is not None:
+        gpu(options.gpu)  # refuses an unknown name
+    pairs = [(machine, options.scenario(machine, name)) for machine, name in search.machines(options.gpu)]
+    found = search.smallest(pairs, options.least_speed, options.budgets)
+    table = report.estimates_table(found, "The smallest of each card", options.wide)
+    first, *others = (report.details(e) for e in found)
+    text = report.smallest_text(found, options.least_speed)
+    _show(options.json, lambda: first | {"others": others}, *text, table)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,7 +163,7 @@ def run_compare(options: CompareOptions) -> None:
                 options.concurrencies,
             )
             names = f"{hgx_size} × {options.hgx_gpu} HGX", f"{size} × {options.nvl_gpu} NVL"
-            shown.append(report.comparison_table(rows, *names))
+            shown.append(report.comparison_table(rows, names, options.wide))
             changes = search.crossovers(rows, "left"), search.crossovers(rows, "right")
             for name, side in zip(names, changes, strict=True):
                 shown.append(f"{name}, by requests: " + "; ".join(f"from {load} {layout}" for load, layout in side))
@@ -157,7 +187,8 @@ def run_explain(options: ExplainOptions) -> None:
     if not options.constants:
         effects = [e for e in effects if e.swing >= 0.001]
     title = f"{s.preset.name}, {s.gpu.name}, {search.describe(s.preset.layout)}, {report.requests(s.concurrency)}"
-    _show(options.json, lambda: [dataclasses.asdict(e) for e in effects], report.effects_table(effects, title))
+    table = report.effects_table(effects, title, options.wide)
+    _show(options.json, lambda: [dataclasses.asdict(e) for e in effects], table)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -228,23 +259,25 @@ def run_check(options: CheckOptions) -> None:
         raise ValueError(f"estimator and compiler are more than {check.TOLERANCE:.0%} apart in: {parts}")
 
 
-def run_original(json: bool = False) -> None:
+def run_original(json: bool = False, wide: bool = False) -> None:
     """The original analysis, figure by figure, reproduced and beside the corrected model.
 
     Args:
         json: Print JSON instead of a table.
+        wide: With errors and notes, for more than 80 columns of text.
     """
     figures = list(original.figures())
-    _show(json, lambda: [dataclasses.asdict(f) for f in figures], report.original_table(figures))
+    _show(json, lambda: [dataclasses.asdict(f) for f in figures], study_tables.original_table(figures, wide))
 
 
-def run_validate(json: bool = False) -> None:
+def run_validate(json: bool = False, wide: bool = False) -> None:
     """Predicted against published speeds, calibration and held-out points apart.
 
     Args:
         json: Print JSON instead of a table.
+        wide: With roles and sources, for more than 80 columns of text.
     """
-    _show(json, report.validation_data, report.validation_table(published.POINTS, published.ACCEPTANCE_POINTS))
+    _show(json, study_tables.validation_data, study_tables.validation_table(wide))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -296,10 +329,8 @@ def run_docs(options: DocsOptions) -> None:
 def _show(as_json: bool, data: Callable[[], Any], *renderables: Any) -> None:
     if as_json:
         print(json.dumps(data(), indent=2, ensure_ascii=False))
-        return
-    console = table_console()
-    for renderable in renderables:
-        console.print(renderable, highlight=False)
+    else:
+        show(*renderables)
 
 
 def run(args: Sequence[str], prog: str | None = None) -> None:
@@ -310,6 +341,7 @@ def run(args: Sequence[str], prog: str | None = None) -> None:
                 "point": run_point,
                 "sweep": run_sweep,
                 "recommend": run_recommend,
+                "smallest": run_smallest,
                 "compare": run_compare,
                 "explain": run_explain,
                 "check": run_check,

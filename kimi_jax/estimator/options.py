@@ -46,6 +46,8 @@ class Load:
     """Answer length, for the same purpose."""
     infiniband: Literal[400, 800] | None = None
     """Gb/s of each GPU's adapter; by default the GPU's usual one."""
+    wide: bool = False
+    """Tables with all their columns, for more than 80 columns of text."""
     json: bool = False
     """Print JSON instead of tables."""
 

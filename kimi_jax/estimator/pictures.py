@@ -135,7 +135,7 @@ def save_png(picture: Picture, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def terminal(picture: Picture, width: int = 72, height: int = 20) -> Text:
+def terminal(picture: Picture, width: int = 68, height: int = 20) -> Text:
     """Draw a picture with characters; each series has its mark."""
     series = _stacked(picture.series) if picture.is_stacked else picture.series
     points = [(x, y) for s in series for x, y in zip(s.x, s.y, strict=True)]

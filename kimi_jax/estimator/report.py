@@ -1,17 +1,19 @@
 """Estimates as tables for a terminal and as plain data for JSON."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
-from kimi_jax.estimator import published, search
+from kimi_jax.estimator import search
 from kimi_jax.estimator.explain import Effect
-from kimi_jax.estimator.original import Figure
-from kimi_jax.estimator.published import AcceptancePoint, Point
+from kimi_jax.estimator.scenario import Scenario
 from kimi_jax.estimator.search import Comparison, Recommendation
 from kimi_jax.estimator.step import Estimate
+from kimi_jax.tables import command_line, left, right, table
+from meshes import Layout
 
 GB = 1e9
 
@@ -79,98 +81,142 @@ def details(e: Estimate) -> dict[str, Any]:
               "reserve": e.memory.reserve}  # fmt: skip
     inputs = {"acceptance": e.scenario.acceptance.name, "routing": e.scenario.routing.name,
               "kernels": e.scenario.kernels.name, "overlap": e.scenario.overlap}  # fmt: skip
-    return summary(e) | {"hidden_ms": e.hidden_ms, "parts": parts, "memory": memory, "inputs": inputs}
+    own = {"command": command(e), "hidden_ms": e.hidden_ms}
+    return summary(e) | own | {"parts": parts, "memory": memory, "inputs": inputs}
 
 
-def parts_table(e: Estimate) -> Table:
+def command(e: Estimate) -> str:
+    """The command that decodes on this machine, with this layout and draft budget."""
+    s, layout = e.scenario, e.scenario.preset.layout
+    options = [f"--mesh {s.preset.name}", *(f"--{axis} {size}" for axis, size in layout.axis_sizes.items())]
+    if layout.experts != "slots":
+        options.append(f"--experts {layout.experts}")
+    if layout.ep > 1 and layout.exchange != "auto":
+        options.append(f"--exchange {layout.exchange}")
+    if s.is_cache_split:
+        options.append("--cache split")
+    options.append(f"--budget {s.budget}" if s.budget else "--speculation none")
+    return f"uv run scripts/decode.py {' '.join(options)}"
+
+
+def answer(e: Estimate) -> list[str | Text]:
+    """An estimate in a few short lines: machine, speed, step, memory, and the command that runs it."""
+    s, m = e.scenario, e.memory
+    fits = "fits" if m.fits else f"does not fit, {(m.total - m.capacity) / GB:.1f} GB over"
+    drafted = f"{e.acceptance_length:.2f} tokens a step, {s.budget} draft nodes" if s.budget else "no draft"
+    return [
+        f"{s.preset.name} with {s.gpu.name}: {search.describe(s.preset.layout)}",
+        f"Speed: {e.tokens_per_s_per_user:,.0f} tokens/s a user, {e.tokens_per_s:,.0f} in all "
+        f"(± {100 * search.error_band(e):.0f} %).",
+        f"Step: {e.step_ms:.2f} ms, limit {e.limit_ms:.2f} ms ({e.limit_resource}); {drafted}.",
+        f"Bottleneck: {e.bottleneck}",
+        f"Memory: {m.total / GB:.1f} of {m.capacity / GB:.1f} GB, {fits}; room for {requests(m.max_requests)}.",
+        command_line(command(e)),
+    ]
+
+
+def parts_table(e: Estimate, wide: bool = False) -> Table:
     """A step by part: µs a layer, ms a step, and the physical limit beside it."""
     gpu = e.scenario.gpu
-    table = Table(title=f"One step on the busiest GPU: {e.scenario.preset.name}, {gpu.name}")
-    for name in ("part", "calls", "µs each", "ms", "limit ms", "of limit", "mostly"):
-        table.add_column(name, justify="left" if name in ("part", "mostly") else "right", no_wrap=name != "mostly")
+    columns = (*left("part"), *right("calls"), *right("µs each", wide=True), *right("ms", "limit ms", "of limit"),
+               *left("mostly"), *left("note", wide=True))  # fmt: skip
+    rows: list[tuple[str, ...] | None] = []
     for name, part in e.parts.items():
         if part.total_us:
             limit = part.limit_ms(gpu)
-            table.add_row(
-                name, str(part.count), f"{part.total_us:.1f}", f"{part.ms:.2f}", f"{limit:.2f}",
-                percent(limit, part.ms), part.dominant + (f"; {part.note}" if part.note else ""),
+            rows.append(
+                (name, str(part.count), f"{part.total_us:.1f}", f"{part.ms:.2f}", f"{limit:.2f}",
+                 percent(limit, part.ms), part.dominant, part.note)
             )  # fmt: skip
     if e.hidden_ms:
-        table.add_row("overlap", "", "", f"-{e.hidden_ms:.2f}", "", "", f"an input: {e.scenario.overlap:g}")
-    table.add_section()
-    table.add_row("step", "", "", f"{e.step_ms:.2f}", f"{e.limit_ms:.2f}", percent(e.limit_ms, e.step_ms),
-                  f"limit: {e.limit_resource}")  # fmt: skip
+        rows.append(("overlap", "", "", f"-{e.hidden_ms:.2f}", "", "", "an input", f"{e.scenario.overlap:g}"))
+    rows += [None, ("step", "", "", f"{e.step_ms:.2f}", f"{e.limit_ms:.2f}", percent(e.limit_ms, e.step_ms),
+                    e.limit_resource, "")]  # fmt: skip
     if e.prefill_ms:
-        table.add_row("prefill", "", "", f"{e.prefill_ms:.2f}", "", "", "prompts between decode steps")
-    return table
+        rows.append(("prefill", "", "", f"{e.prefill_ms:.2f}", "", "", "prompts", "between decode steps"))
+    return table(f"One step on the busiest GPU: {e.scenario.preset.name}, {gpu.name}", columns, rows, wide=wide)
 
 
 def speed_table(e: Estimate) -> Table:
     """Tokens per second for a user, a GPU and the system, each with its limit."""
     s, devices = e.scenario, e.scenario.preset.layout.num_devices
-    table = Table(title=f"Speed: {search.describe(s.preset.layout)}")
-    for name in ("", "tokens/s", "limit", "of limit"):
-        table.add_column(name, justify="right" if name else "left")
     limit = e.limit_tokens_per_s_per_user
-    for name, value, most in (
-        ("a user", e.tokens_per_s_per_user, limit),
-        ("a GPU", e.tokens_per_s_per_gpu, limit * s.concurrency / devices),
-        ("the system", e.tokens_per_s, limit * s.concurrency),
-    ):
-        table.add_row(name, f"{value:,.0f}", f"{most:,.0f}", percent(value, most))
-    drafted = f"{e.acceptance_length:.2f} tokens a step with {s.budget} draft nodes ({s.acceptance.name})"
-    table.caption = (
-        f"{requests(s.concurrency)} of {s.context} tokens; {drafted if s.budget else 'no draft'}; "
-        f"model error ±{100 * search.error_band(e):.0f} % on published systems like this"
-    )
-    return table
+    rows = [
+        (name, f"{value:,.0f}", f"{most:,.0f}", percent(value, most))
+        for name, value, most in (
+            ("a user", e.tokens_per_s_per_user, limit),
+            ("a GPU", e.tokens_per_s_per_gpu, limit * s.concurrency / devices),
+            ("the system", e.tokens_per_s, limit * s.concurrency),
+        )
+    ]
+    return table(
+        "Speed", (*left(""), *right("tokens/s", "limit", "of limit")), rows,
+        caption=f"{requests(s.concurrency)} of {s.context} tokens; {s.acceptance.name if s.budget else 'no draft'}",
+    )  # fmt: skip
 
 
 def memory_table(e: Estimate) -> Table:
-    """Bytes on one GPU, and the requests that fit."""
+    """Bytes on one GPU."""
     m = e.memory
-    table = Table(title="Memory of a GPU")
-    table.add_column("")
-    table.add_column("GB", justify="right")
-    for name, value in m.weights.items():
-        table.add_row(name, f"{value / GB:.2f}")
-    table.add_row("drafter", f"{m.drafter / GB:.2f}")
-    table.add_row("latent cache", f"{m.cache / GB:.2f}")
-    table.add_row("reserve", f"{m.reserve / GB:.2f}")
-    table.add_section()
-    table.add_row("total", f"{m.total / GB:.1f}")
-    table.add_row("capacity", f"{m.capacity / GB:.1f}")
-    verdict = "fits" if m.fits else f"does not fit, {(m.total - m.capacity) / GB:.1f} GB over"
-    table.caption = f"{verdict}; room for {requests(m.max_requests)} of {e.scenario.context} tokens in the system"
-    return table
+    held = m.weights | {"drafter": m.drafter, "latent cache": m.cache, "reserve": m.reserve}
+    rows = [*((name, f"{value / GB:.2f}") for name, value in held.items()), None,
+            ("total", f"{m.total / GB:.2f}"), ("capacity", f"{m.capacity / GB:.2f}")]  # fmt: skip
+    return table("Memory of a GPU", (*left(""), *right("GB")), rows)
 
 
-def estimates_table(estimates: Iterable[Estimate], title: str) -> Table:
-    """Several estimates, one a row."""
-    table = Table(title=title)
-    for name in ("mesh", "GPUs", "layout", "requests", "context", "budget", "step ms", "of limit", "tok/s/user",
-                 "tok/s/GPU", "tok/s", "bottleneck"):  # fmt: skip
-        table.add_column(name, justify="left" if name in ("mesh", "layout", "bottleneck") else "right")
+def axes(layout: Layout) -> str:
+    """Sizes of the three axes, for a column headed AXES."""
+    return " × ".join(str(size) for size in layout.axis_sizes.values())
+
+
+AXES = "dp × ep × tp"
+
+
+def estimates_table(estimates: Iterable[Estimate], title: str, wide: bool = False) -> Table:
+    """Several estimates, one a row. Machine, card, batch and context are left out where all have the same."""
+    estimates = list(estimates)
+
+    def varies(value: Callable[[Scenario], object]) -> bool:
+        return len({value(e.scenario) for e in estimates}) > 1
+
+    columns = (
+        *left("mesh", wide=not varies(lambda s: s.preset.name)), *left("card", wide=not varies(lambda s: s.gpu.name)),
+        *left(AXES), *left("experts", "exchange", wide=True), *right("batch", wide=not varies(lambda s: s.concurrency)),
+        *right("context", wide=not varies(lambda s: s.context)), *right("budget", "ms"), *right("of limit", wide=True),
+        *right("a user"), *right("a GPU", "all", wide=True), *left("bottleneck"),
+    )  # fmt: skip
+    rows = []
     for e in estimates:
-        s = e.scenario
-        table.add_row(
-            s.preset.name, str(s.preset.layout.num_devices), search.describe(s.preset.layout), str(s.concurrency),
+        s, layout = e.scenario, e.scenario.preset.layout
+        rows.append((
+            s.preset.name, s.gpu.name, axes(layout), layout.experts, layout.exchange, str(s.concurrency),
             str(s.context), str(s.budget), f"{e.step_ms:.2f}", percent(e.limit_ms, e.step_ms),
             f"{e.tokens_per_s_per_user:,.0f}", f"{e.tokens_per_s_per_gpu:,.0f}", f"{e.tokens_per_s:,.0f}",
-            e.bottleneck if e.memory.fits else "does not fit",
-        )  # fmt: skip
-    return table
+            max(e.parts, key=lambda part: e.parts[part].ms) if e.memory.fits else "does not fit",
+        ))  # fmt: skip
+    return table(f"{title}: ms a step, tokens/s", columns, rows, wide=wide)
 
 
-def recommendation_text(r: Recommendation) -> str:
-    """Why the best layout is the best, and whether the model can tell."""
-    lines = [f"Best for {r.goal}: {search.describe(r.best.scenario.preset.layout)}, budget {r.best.scenario.budget}"]
+def recommendation_text(r: Recommendation) -> list[str | Text]:
+    """The best layout with its speed and command, the runner-up, and whether the model can tell them apart."""
+    lines = [f"Best for {r.goal}:", *answer(r.best)]
     if r.runner_up is not None:
-        lines.append(f"Runner-up: {search.describe(r.runner_up.scenario.preset.layout)}, {100 * r.margin:.0f} % behind")
+        lines.append(f"{100 * r.margin:.0f} % ahead of {search.describe(r.runner_up.scenario.preset.layout)}.")
         if not r.is_certain:
-            lines.append("The model cannot tell the two apart: the difference is within its error. Measure both.")
-    lines += [f"  {reason}" for reason in r.reasons]
-    return "\n".join(lines)
+            lines.append("The model cannot tell the two apart: the gap is within its error. Measure both.")
+    return lines
+
+
+def smallest_text(found: Sequence[Estimate], least: float) -> list[str | Text]:
+    """The smallest machine for a speed with its command, and whether the model can be sure."""
+    e, s = found[0], found[0].scenario
+    lines = [
+        f"{s.preset.topology.num_gpus} × {s.gpu.name} give {requests(s.concurrency)} {least:g} tokens/s each.",
+        *answer(e),
+    ]
+    if e.tokens_per_s_per_user < least * (1 + search.error_band(e)):
+        lines.append("The speed asked for is within the model's error of this: measure before you rely on it.")
+    return lines
 
 
 def recommendation_data(r: Recommendation) -> dict[str, Any]:
@@ -185,22 +231,22 @@ def recommendation_data(r: Recommendation) -> dict[str, Any]:
     }
 
 
-def comparison_table(comparisons: Sequence[Comparison], left: str, right: str) -> Table:
-    """Two machines side by side by concurrency."""
-    table = Table(title=f"{left} and {right}: best layout of each, tokens/s for a user")
-    for name in ("requests", left, "layout, budget", right, "layout, budget ", "ratio", ""):
-        table.add_column(name, justify="left" if "layout" in name or not name else "right")
+def comparison_table(comparisons: Sequence[Comparison], names: tuple[str, str], wide: bool = False) -> Table:
+    """Two machines side by side by concurrency; the left one's columns come first."""
+    side = *right("user"), *left(AXES), *right("budget", wide=True), *left("experts, exchange", wide=True)
+    rows = []
     for c in comparisons:
         cells = [str(c.concurrency)]
         for e in (c.left, c.right):
             if e is None:
-                cells += ["–", "does not fit"]
+                cells += ["–", "does not fit", "", ""]
             else:
-                cells += [f"{e.tokens_per_s_per_user:,.0f}", f"{search.describe(e.scenario.preset.layout)}, "
-                          f"{e.scenario.budget}"]  # fmt: skip
-        cells += [f"{c.ratio:.2f}" if c.left and c.right else "–", c.verdict]
-        table.add_row(*cells)
-    return table
+                layout = e.scenario.preset.layout
+                cells += [f"{e.tokens_per_s_per_user:,.0f}", axes(layout), str(e.scenario.budget),
+                          f"{layout.experts}, {layout.exchange}"]  # fmt: skip
+        rows.append((*cells, f"{c.ratio:.2f}" if c.left and c.right else "–", c.verdict))
+    columns = (*right("batch"), *side, *side, *right("ratio"), *left("verdict"))
+    return table(f"{names[0]} | {names[1]}: tokens/s for a user, best layout of each", columns, rows, wide=wide)
 
 
 def comparison_data(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
@@ -217,71 +263,19 @@ def comparison_data(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
     ]
 
 
-def effects_table(effects: Sequence[Effect], title: str) -> Table:
+def effects_table(effects: Sequence[Effect], title: str, wide: bool = False) -> Table:
     """Constants, their sources, and what 20 % of each does."""
-    table = Table(title=title, caption="change of tokens/s for a user when the constant is 20 % smaller or larger")
-    for name in ("constant", "value", "unit", "kind", "-20 %", "+20 %", "source"):
-        table.add_column(name, justify="right" if name in ("value", "-20 %", "+20 %") else "left", overflow="fold")
-    for e in effects:
-        table.add_row(e.name, f"{e.value:.6g}", e.unit, e.kind, f"{100 * e.lower:+.1f} %", f"{100 * e.higher:+.1f} %",
-                      e.source)  # fmt: skip
-    return table
-
-
-def original_table(figures: Sequence[Figure]) -> Table:
-    """The original analysis, its formulas' reproduction and the corrected model."""
-    table = Table(title="The original analysis, reproduced, beside the corrected model")
-    for name in ("", "published", "reproduced", "error", "corrected", "unit", "note"):
-        table.add_column(name, justify="left" if name in ("", "unit", "note") else "right", overflow="fold")
-    group = ""
-    for f in figures:
-        if f.group != group:
-            group = f.group
-            table.add_section()
-            table.add_row(f"[bold]{group}[/bold]")
-        error = f"{100 * (f.reproduced / f.published - 1):+.2f} %"
-        table.add_row(
-            f"  {f.name}", f"{f.published:,g}", number(f.reproduced), error, number(f.corrected), f.unit, f.note
-        )
-    return table
+    columns = (*left("constant"), *right("value"), *left("unit"), *left("kind", wide=True), *right("-20 %", "+20 %"),
+               *left("source", wide=True))  # fmt: skip
+    rows = [
+        (e.name.removeprefix("kernels."), f"{e.value:.4g}", e.unit, e.kind,
+         f"{100 * e.lower:+.1f} %", f"{100 * e.higher:+.1f} %", e.source)
+        for e in effects
+    ]  # fmt: skip
+    caption = "change of tokens/s for a user when the constant is 20 % smaller or larger"
+    return table(title, columns, rows, wide=wide, caption=caption)
 
 
 def number(value: float) -> str:
     """Three or four significant digits, with thousands set apart."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}"
-
-
-def validation_table(points: Sequence[Point], acceptance_points: Sequence[AcceptancePoint]) -> Table:
-    """Published and predicted speeds, calibration points first."""
-    table = Table(title="Predicted against published", caption=f"overlap {published.OVERLAP:g} for all rows")
-    for name in ("", "role", "published", "predicted", "error", "band", "source"):
-        table.add_column(name, justify="left" if name in ("", "role", "source") else "right", overflow="fold")
-    for role in ("calibration", "held-out"):
-        table.add_section()
-        for p in points:
-            if p.role == role:
-                table.add_row(p.name, role, number(p.published), number(p.predicted), f"{100 * p.error:+.0f} %",
-                              f"±{100 * published.BANDS[p.family]:.0f} %", p.source)  # fmt: skip
-        for a in acceptance_points:
-            if a.role == role:
-                table.add_row(
-                    f"acceptance: {a.name}", role, f"{a.published:.2f}", f"{a.predicted:.2f}",
-                    f"{100 * a.error:+.0f} %", f"±{100 * published.ACCEPTANCE_BAND:.0f} %", a.source,
-                )  # fmt: skip
-    return table
-
-
-def validation_data() -> list[dict[str, Any]]:
-    """All published points as plain data."""
-    fields = ("name", "role", "published", "predicted", "error", "source")
-    return [{name: getattr(p, name) for name in fields} for p in (*published.POINTS, *published.ACCEPTANCE_POINTS)]
-
-
-def markdown_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
-    """Lines of a Markdown table, and an empty one after it."""
-    header = list(header)
-    yield "| " + " | ".join(header) + " |"
-    yield "|" + "---|" * len(header)
-    for row in rows:
-        yield "| " + " | ".join(row) + " |"
-    yield ""

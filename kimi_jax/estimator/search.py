@@ -9,7 +9,7 @@ from typing import Literal
 from kimi_jax.estimator.scenario import Scenario, check_model_layout
 from kimi_jax.estimator.step import Estimate
 from kimi_jax.estimator.step import estimate as estimate_step
-from meshes import Layout, LayoutError, Preset, preset
+from meshes import PRESETS, Layout, LayoutError, Preset, preset
 
 BUDGETS = (0, 4, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Tree budgets that a search tries; 0 decodes without a draft."""
@@ -21,10 +21,11 @@ Family = Literal["hgx", "nvl"]
 Side = Literal["left", "right"]
 
 ERROR_BAND = {"single-node": 0.15, "wide-ep": 0.30}
+"""Largest error that the model claims, by the family of a published point."""
 
 
 def error_band(estimate: Estimate) -> float:
-    """What the model's error was on published points like this one (`published.BANDS`)."""
+    """What the model's error was on published points like this one (`study.published`)."""
     layout = estimate.scenario.preset.layout
     return ERROR_BAND["single-node" if layout.ep == 1 and layout.tp <= 8 else "wide-ep"]
 
@@ -213,6 +214,65 @@ def _nothing_fits(machine: Preset, scenario: Scenario, fixed: Fixed) -> str:
     )
 
 
+def machines(card: str | None = None) -> list[tuple[Preset, str]]:
+    """Whole machines with the cards they are made of, smallest first: racks, HGX nodes, and for cards that are in
+    neither a node of eight.
+
+    Args:
+      card: a GPU's short name, to leave out the others.
+    """
+    whole = [machine for machine in PRESETS.values() if machine.name != "local"]
+    known = {name for machine in whole for name in machine.gpu_names}
+    whole.append(preset("local").with_axes(tp=8))
+    pairs = [
+        (machine, name)
+        for machine in whole
+        for name in machine.gpu_names
+        if card in (None, name) and (machine.name != "local" or name not in known)
+    ]
+    return sorted(pairs, key=lambda pair: pair[0].layout.num_devices)
+
+
+def smallest(
+    machines: Iterable[tuple[Preset, Scenario]], least_tokens_per_s_per_user: float, budgets: Sequence[int] = BUDGETS
+) -> list[Estimate]:
+    """For each card the smallest machine that gives every user a speed, in its best layout; fewest GPUs come first.
+
+    Args:
+      machines: smallest first, with the load and the card.
+
+    Raises:
+      ValueError: no machine does; the message names the fastest, or says that none holds the load.
+    """
+    if not least_tokens_per_s_per_user > 0:
+        raise ValueError(f"--least-speed is {least_tokens_per_s_per_user:g}: ask for more than 0 tokens/s")
+    found: dict[str, Estimate] = {}
+    fastest: Estimate | None = None
+    load = (0, 0)
+    for machine, scenario in machines:
+        load = scenario.concurrency, scenario.context
+        if scenario.gpu.name in found:
+            continue
+        fitting = candidates(machine, scenario, budgets)
+        best = max(fitting, key=lambda e: e.tokens_per_s_per_user, default=None)
+        if best is None:
+            continue
+        if best.tokens_per_s_per_user >= least_tokens_per_s_per_user:
+            found[scenario.gpu.name] = best
+        if fastest is None or best.tokens_per_s_per_user > fastest.tokens_per_s_per_user:
+            fastest = best
+    if fastest is None:
+        raise ValueError("no machine holds {} requests of {} tokens: ask for fewer or shorter ones".format(*load))
+    if not found:
+        s = fastest.scenario
+        users = "1 user" if s.concurrency == 1 else f"each of {s.concurrency} users"
+        raise ValueError(
+            f"no machine gives {users} {least_tokens_per_s_per_user:g} tokens/s: the fastest, "
+            f"{s.preset.name} with {s.gpu.name}, gives {fastest.tokens_per_s_per_user:.0f}"
+        )
+    return sorted(found.values(), key=lambda e: (e.scenario.preset.topology.num_gpus, -e.tokens_per_s_per_user))
+
+
 def machine_of(family: Family, gpus: int) -> Preset:
     """A machine of one family with so many GPUs: `hgx-ib-N`, `nvl36`, or `nvl72` and parts of it.
 
@@ -248,7 +308,7 @@ class Comparison:
             return "neither fits" if self.left is self.right else "only one fits"
         band = max(error_band(self.left), error_band(self.right))
         if abs(self.ratio - 1) <= band:
-            return "within the model's error"
+            return "too close to tell"
         return f"{self.right.scenario.preset.name if self.ratio > 1 else self.left.scenario.preset.name} faster"
 
 

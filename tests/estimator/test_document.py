@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from kimi_jax.estimator import document
+from kimi_jax.estimator.study import document
 
 PATH = Path(__file__).parents[2] / "docs" / "cluster_scaling.md"
 

@@ -1,23 +1,22 @@
-import importlib.util
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import tyro
+from rich.console import Console
+
+from kimi_jax.commands import estimate
+from kimi_jax.estimator import search
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "estimate.py"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def main():
-    spec = importlib.util.spec_from_file_location("estimate_script", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module.main
+    return estimate.run
 
 
 def test_point_as_json(main, capsys):
@@ -50,10 +49,79 @@ def test_options_reach_the_estimate(main, capsys, tmp_path):
 
 
 def test_table_shows_parts_limit_and_memory(main, capsys):
-    main(["point", "--mesh", "local", "--gpu", "rtx-pro-6000", "--tp", "8"])
+    main(["point", "--mesh", "local", "--gpu", "rtx-pro-6000", "--tp", "8", "--wide"])
     out = capsys.readouterr().out
     for word in ("attention", "reductions", "of limit", "latent cache", "Bottleneck: experts", "NCCL ring"):
         assert word in out
+
+
+TABLES = {
+    "point": ("--mesh", "hgx-ib-72", "--concurrency", "4096", "--input-tokens", "8192"),
+    "recommend": ("--mesh", "hgx-ib-16", "--concurrency", "512"),
+    "sweep": ("--meshes", "hgx-ib-8", "nvl72", "--budgets", "0", "8"),
+    "smallest": ("--least-speed", "40", "--concurrency", "256"),
+    "compare": ("--gpus", "72", "--concurrencies", "1", "8192"),
+    "explain": ("--mesh", "hgx-ib-16"),
+    "original": (),
+    "validate": (),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_fit_80_columns_and_keep_their_words(main, capsys, monkeypatch, name):
+    main([name, *TABLES[name]])
+    piped = capsys.readouterr().out
+    rows = [line.rstrip() for line in piped.splitlines() if "  " in line.strip() or "──" in line]
+    assert len(rows) > 2
+    assert max(map(len, rows)) <= 80
+    monkeypatch.setattr("kimi_jax.tables.table_console", lambda: Console(width=80))
+    main([name, *TABLES[name]])
+    shown = capsys.readouterr().out
+    assert shown.split() == piped.split()  # the same words in the same order, none cut or broken
+    lines = [line.rstrip() for line in shown.splitlines() if not line.startswith("uv run")]
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("recommend", "--mesh", "nvl72", "--concurrency", "64"),
+        ("recommend", "--mesh", "hgx-ib-16", "--context", "262144", "--try-split-cache", "--budgets", "0"),
+        ("point", "--mesh", "nvl72", "--dp", "2", "--tp", "4", "--experts", "width", "--split-cache"),
+        ("smallest", "--least-speed", "100", "--concurrency", "64", "--gpu", "gb200"),
+    ],
+)
+def test_decode_accepts_the_command(main, capsys, arguments):
+    from kimi_jax.commands.decode import Options
+
+    main(arguments)
+    printed = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("uv run "))
+    main([*arguments, "--json"])
+    data = json.loads(capsys.readouterr().out)
+    found = data.get("best", data)
+    assert found["command"] == printed
+    options = tyro.cli(Options, args=shlex.split(printed)[3:], config=(tyro.conf.OmitArgPrefixes,))
+    machine = options.preset()
+    assert machine.name == found["mesh"]
+    assert machine.layout.num_devices == found["gpus"]
+    assert search.describe(machine.layout) == found["layout"]
+    assert (options.speculation, options.budget) == (None if found["budget"] else "none", found["budget"] or 16)
+    if "--split-cache" in arguments:
+        assert machine.layout.cache == "split"
+
+
+def test_the_smallest_machine_of_each_card(main, capsys):
+    main(["smallest", "--least-speed", "100", "--concurrency", "64", "--json"])
+    first = json.loads(capsys.readouterr().out)
+    for found in (first, *first["others"]):
+        assert found["tokens_per_s_per_user"] >= 100
+        assert found["fits"]
+        assert found["concurrency"] == 64
+    assert (first["mesh"], first["gpu"]) == ("hgx-ib-8", "b300")
+    # One node of h200 is too slow: its best layout stays below the speed, and the answer for it is two.
+    main(["recommend", "--mesh", "hgx-ib-8", "--gpu", "h200", "--concurrency", "64", "--json"])
+    assert json.loads(capsys.readouterr().out)["best"]["tokens_per_s_per_user"] < 100
+    assert {found["mesh"] for found in first["others"] if found["gpu"] == "h200"} == {"hgx-ib-16"}
 
 
 @pytest.mark.parametrize(
@@ -64,6 +132,10 @@ def test_table_shows_parts_limit_and_memory(main, capsys):
         (("point", "--mesh", "nvl72", "--slots", "384"), "use 432, 504"),
         (("recommend", "--mesh", "hgx-ib-8", "--concurrency", "9000"), "holds 9000 requests of 8192 tokens"),
         (("point", "--hit-rates", "missing.json"), "missing.json"),
+        (("smallest", "--least-speed", "5000"), "no machine gives 1 user 5000 tokens/s: the fastest, "),
+        (("smallest", "--least-speed", "1", "--concurrency", "900000"), "no machine holds 900000 requests of 8192"),
+        (("smallest", "--least-speed", "0"), "--least-speed is 0: "),
+        (("smallest", "--least-speed", "9", "--gpu", "a100"), "unknown GPU 'a100'"),
     ],
 )
 def test_mistakes_are_one_line(main, capsys, arguments, message):
@@ -76,7 +148,7 @@ def test_mistakes_are_one_line(main, capsys, arguments, message):
 
 
 def test_starts_without_jax():
-    code = f"import runpy, sys; runpy.run_path({str(SCRIPT)!r}, run_name='estimate'); print('jax' in sys.modules)"
+    code = "import sys; from kimi_jax.commands import estimate; print('jax' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.stdout == "False\n", result.stderr
 

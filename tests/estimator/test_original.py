@@ -1,6 +1,6 @@
 import pytest
 
-from kimi_jax.estimator import original
+from kimi_jax.estimator.study import original
 
 FIGURES = list(original.figures())
 

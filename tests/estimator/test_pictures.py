@@ -3,10 +3,10 @@ import sys
 import pytest
 
 from kimi_jax.estimator import pictures, search
-from kimi_jax.estimator.document import budget_scenarios, wall
 from kimi_jax.estimator.pictures import Picture, Series
 from kimi_jax.estimator.scenario import make_scenario
 from kimi_jax.estimator.step import estimate
+from kimi_jax.estimator.study.document import budget_scenarios, wall
 from meshes import gpu
 
 LINE = Picture("line", "A line", "x", "y", (Series("up", (1, 2, 3), (0, 1, 2)), Series("flat", (1, 3), (2, 2))))

@@ -78,7 +78,7 @@ def test_compare_and_crossovers():
     assert rows[0].left is not None
     assert rows[0].right is not None
     assert rows[0].ratio == pytest.approx(rows[0].right.tokens_per_s_per_user / rows[0].left.tokens_per_s_per_user)
-    assert rows[0].verdict == "within the model's error"
+    assert rows[0].verdict == "too close to tell"
     assert rows[2].verdict == "neither fits"
     changes = search.crossovers(rows, "left")
     assert changes[0] == (1, str(rows[0].left.scenario.preset.layout))

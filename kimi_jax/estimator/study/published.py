@@ -18,9 +18,6 @@ from meshes import Layout, Preset, Topology, gpu
 OVERLAP = 0.0
 """Of communication with computation, for every point alike. The wide systems did overlap two half batches."""
 
-BANDS = {"single-node": 0.15, "wide-ep": 0.30}
-"""Largest error that the model claims, by family."""
-
 NO_DRAFT = Acceptance((((0.0,),),), "no draft")
 
 DEEPSEEK_V3 = replace(k26(), num_attention_heads=128, n_routed_experts=256, first_k_dense_replace=3, vocab_size=129280)

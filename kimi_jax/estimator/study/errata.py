@@ -1,10 +1,9 @@
 """Which claims of the original analysis hold, each with the figures of the model's own configuration."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from kimi_jax.estimator.acceptance import rate_for_length
 from kimi_jax.estimator.model import K26_PRECISION, Weights, cache_bytes_per_token, k26, weight_bytes
-from kimi_jax.estimator.report import markdown_table
 from kimi_jax.estimator.routing import uniform
 from kimi_jax.estimator.scenario import check_model_layout
 from meshes import LayoutError, expert_slots, preset
@@ -71,3 +70,13 @@ def _refusal() -> str:
     except LayoutError as error:
         return str(error)
     raise AssertionError("tp 72 was not refused")
+
+
+def markdown_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    """Lines of a Markdown table, and an empty one after it."""
+    header = list(header)
+    yield "| " + " | ".join(header) + " |"
+    yield "|" + "---|" * len(header)
+    for row in rows:
+        yield "| " + " | ".join(row) + " |"
+    yield ""

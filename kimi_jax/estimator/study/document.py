@@ -5,17 +5,18 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kimi_jax.estimator import original, published, search
+from kimi_jax.estimator import search
 from kimi_jax.estimator.collectives import Network, all_reduce_algorithms
 from kimi_jax.estimator.constants import LINKS, Constants
-from kimi_jax.estimator.errata import errata
 from kimi_jax.estimator.explain import explain
 from kimi_jax.estimator.kernels import KERNELS, kernels
-from kimi_jax.estimator.report import markdown_table, number, percent
+from kimi_jax.estimator.report import number, percent
 from kimi_jax.estimator.routing import uniform
 from kimi_jax.estimator.scenario import Scenario, make_scenario
 from kimi_jax.estimator.search import Comparison, Family
 from kimi_jax.estimator.step import Estimate, estimate
+from kimi_jax.estimator.study import original, published
+from kimi_jax.estimator.study.errata import errata, markdown_table
 from meshes import Preset, gpu
 
 COMMAND = "uv run scripts/estimate.py docs"
@@ -368,8 +369,8 @@ def _validation() -> Iterator[str]:
         f"rows one formula was corrected, which changes their errors from −28…+15 % to those below: the exchange's "
         f"imbalance now counts row-expert pairs and not rows. The three acceptance figures called held-out were in "
         f"sight when the constants of siblings were chosen, so they show the fit and not a prediction. Claimed error: "
-        f"±{100 * published.BANDS['single-node']:.0f} % for tensor parallelism in one node, "
-        f"±{100 * published.BANDS['wide-ep']:.0f} % for wide expert parallelism. Not used: points whose batch is not "
+        f"±{100 * search.ERROR_BAND['single-node']:.0f} % for tensor parallelism in one node, "
+        f"±{100 * search.ERROR_BAND['wide-ep']:.0f} % for wide expert parallelism. Not used: points whose batch is not "
         f"published, and models with parts this estimator does not have (MTP layers, sparse attention)."
     )
     yield ""
