@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from kimi_jax.tokenizer import Tokenizer
 from kimi_jax.tool_declaration import SchemaError, sort_keys, typescript_declaration
+from kimi_jax.tool_names import name_of
 
 Message = Mapping[str, Any]
 
@@ -87,10 +88,11 @@ class ToolCall:
     """One tool call of a response.
 
     Attributes:
-        id: the call's id as the model wrote it, normally `functions.NAME:INDEX`.
-        name: the function's name taken from the id.
+        id: the call's id as the model wrote it, normally `functions.NAME:INDEX`, without spaces around it.
+        name: the function's name taken from the id (`tool_names.name_of`); empty where the id does not say it.
         arguments: the arguments' JSON text as the model wrote it.
-        error: why the call cannot be made (unfinished, no name, arguments that are not a JSON object), else None.
+        error: why the call cannot be made (unfinished, no name, a name that is not declared, arguments that are not a
+            JSON object), else None.
     """
 
     id: str
@@ -136,13 +138,15 @@ class ResponseStream:
     accepted. Control tokens are not shown, and ids after `<|im_end|>` or `[EOS]` are ignored.
     """
 
-    def __init__(self, tokenizer: Tokenizer, thinking: bool = True):
+    def __init__(self, tokenizer: Tokenizer, thinking: bool = True, tools: Sequence[Mapping[str, Any]] | None = None):
         """Start a response.
 
         Args:
             tokenizer: the checkpoint's tokenizer.
             thinking: whether the prompt left the thinking part open, as `render` was told.
+            tools: those declared to the model, as `render` was given them; calls name one of them.
         """
+        self._declared = frozenset(tool["function"]["name"] for tool in tools or ())
         self._tokenizer = tokenizer
         self._names = {token: name for name, token in tokenizer.special_ids.items()}
         self._decoder = tokenizer.decoder()
@@ -200,30 +204,41 @@ class ResponseStream:
     def _close_call(self, error: str | None):
         if self._within == "text":
             return
-        call_id, arguments = (self._tokenizer.decode(ids).strip() for ids in self._call.values())
+        call_id, arguments = (self._tokenizer.decode(ids) for ids in self._call.values())
+        call_id = call_id.strip()
         self._call = {"call id": [], "call arguments": []}
         self._within = "text"
-        name = call_id.removeprefix("functions.").partition(":")[0]
-        if error is None and not name:
-            error = "the call names no function"
+        name, unnamed = name_of(call_id, self._declared)
+        error = error or unnamed
         if error is None:
             try:
-                if not isinstance(json.loads(arguments), dict):
+                if not isinstance(json.loads(arguments, parse_constant=_refuse_constant), dict):
                     error = "the arguments are not a JSON object"
             except (ValueError, RecursionError) as problem:
                 error = f"the arguments are not JSON: {problem}"
         self._calls.append(ToolCall(call_id, name, arguments, error))
 
 
-def parse(ids: Iterable[int], tokenizer: Tokenizer, *, thinking: bool = True) -> Response:
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def parse(
+    ids: Iterable[int],
+    tokenizer: Tokenizer,
+    *,
+    thinking: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> Response:
     """Thinking, answer and tool calls of generated `ids`.
 
     Args:
         ids: what the model generated after `render(..., thinking=thinking)`; a stop token may be among them.
         tokenizer: the checkpoint's tokenizer.
         thinking: the mode the prompt was rendered in.
+        tools: those it declared.
     """
-    stream = ResponseStream(tokenizer, thinking)
+    stream = ResponseStream(tokenizer, thinking, tools)
     stream.push(ids)
     return stream.finish()[1]
 
@@ -263,10 +278,17 @@ def _add_message(prompt: _Prompt, message: Message, where: str, *, keep_thinking
         for call in message["tool_calls"]:
             arguments = call["function"]["arguments"]
             if not isinstance(arguments, str):
-                arguments = json.dumps(arguments, ensure_ascii=False)
+                arguments = _json(arguments, where)
             prompt.special(_CALL_BEGIN).text(call["id"]).special(_CALL_ARGUMENTS).text(arguments).special(_CALL_END)
         prompt.special(_SECTION_END)
     prompt.special("<|im_end|>")
+
+
+def _json(arguments: Mapping[str, Any], where: str) -> str:
+    try:
+        return json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise MessageError(f"{where} calls a tool with arguments that have no JSON form: {error}") from None
 
 
 def _check_message(message: Message, where: str):

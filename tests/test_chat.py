@@ -10,6 +10,7 @@ import pytest
 from kimi_jax.chat import MessageError, Piece, ResponseStream, ToolCall, parse, render
 from kimi_jax.tokenizer import Tokenizer, write_tokenizer
 from kimi_jax.tool_declaration import SchemaError, typescript_declaration
+from kimi_jax.tool_names import name_of
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "chat_golden.json").read_text(encoding="utf-8"))
 USER = {"role": "user", "content": "hello"}
@@ -114,6 +115,15 @@ def test_reasoning_is_read_under_both_names(tokenizer):
         ),
         ([{"role": "assistant", "content": "", "reasoning": "a", "reasoning_content": "b"}], "they differ"),
         ([{"role": "assistant", "content": "", "reasoning": ["a"]}], "reasoning of type list"),
+        (
+            [
+                {
+                    "role": "assistant",
+                    "tool_calls": [CALL | {"function": {"name": "f", "arguments": {"a": float("nan")}}}],
+                }
+            ],
+            r"messages\[0\] calls a tool with arguments that have no JSON form",
+        ),
     ],
 )
 def test_bad_messages_are_refused_by_name(tokenizer, messages, message):
@@ -205,8 +215,75 @@ def test_tool_calls_are_parsed(tokenizer):
     assert (response.thinking, response.answer) == ("hm", "one moment")
     assert response.tool_calls == (
         ToolCall("functions.get_weather:0", "get_weather", '{"city": "中文"}'),
-        ToolCall("functions.f:1", "f", "{}"),
+        ToolCall("functions.f:1", "f", " {} "),
     )
+
+
+WEATHER, EXEC = "get_weather", "exec"
+
+
+@pytest.mark.parametrize(
+    ("call_id", "declared", "name"),
+    [
+        ("functions.get_weather:0", [WEATHER], WEATHER),
+        ("functions.get_weather:12", [WEATHER, EXEC], WEATHER),
+        ("functions_get_weather_1", [WEATHER, EXEC], WEATHER),
+        ("functionsexec5", [WEATHER, EXEC], EXEC),
+        ("functions.get_weather", [WEATHER], WEATHER),
+        ("functions.get_weather_3", [WEATHER], WEATHER),
+        ("functions:get_weather:0", [WEATHER], WEATHER),
+        ("function.get_weather:0", [WEATHER], WEATHER),
+        ("functions.functions.get_weather:0", [WEATHER], WEATHER),
+        ("get_weather:0", [WEATHER], WEATHER),
+        ("get_weather", [WEATHER], WEATHER),
+        ("exec5", [EXEC], EXEC),
+        ("functions.ns:tool:4", ["ns:tool", "ns"], "ns:tool"),
+        ("ns:tool:4", ["ns:tool", "ns"], "ns:tool"),
+        ("functions_ns:tool_4", ["ns:tool"], "ns:tool"),
+        ("functions.fs.read.v2:0", ["fs.read.v2", "fs.read"], "fs.read.v2"),
+        ("functions.exec5:0", [EXEC, "exec5"], "exec5"),
+        ("functions.exec:5", [EXEC, "exec5"], EXEC),
+        ("functions.functions.get:0", ["functions.get", "get"], "functions.get"),
+        ("functions.call:0", ["call"], "call"),
+        ("functions.a+b(c):0", ["a+b(c)"], "a+b(c)"),
+        ("functions.wetter_für:0", ["wetter_für"], "wetter_für"),
+    ],
+)
+def test_names_are_recovered_where_one_declared_tool_is_in_the_id(call_id, declared, name):
+    assert name_of(call_id, declared) == (name, None)
+
+
+@pytest.mark.parametrize(
+    ("call_id", "declared", "name", "error"),
+    [
+        ("call00003", [WEATHER], "", "'call00003' names no declared tool; the declared tools are get_weather"),
+        ("call00003", ["call"], "", "names no declared tool"),
+        ("call_3", ["call"], "", "names no declared tool"),
+        ("0", [WEATHER, EXEC], "", "'0' names no declared tool; the declared tools are exec, get_weather"),
+        ("functions.:0", [WEATHER], "", "names no declared tool"),
+        ("functionsexec5", [EXEC, "exec5"], "", "may name exec or exec5"),
+        ("functions_get_weather_1", [WEATHER, "get_weather_1"], "", "may name get_weather or get_weather_1"),
+        ("functions.get_weather2:0", [WEATHER], "get_weather2", "names no declared tool"),
+        ("functions.ns:tool:4", ["ns", "tool"], "ns:tool", "names no declared tool"),
+        ("functions.get_weather_in_city:0", [WEATHER], "get_weather_in_city", "names no declared tool"),
+        ("xget_weather:0", [WEATHER], "", "names no declared tool"),
+        ("", [WEATHER], "", "names no function"),
+        ("functions_get_weather_1", [], "", "is not functions.NAME:INDEX"),
+        ("call00003", [], "", "is not functions.NAME:INDEX"),
+        ("0", [], "", "is not functions.NAME:INDEX"),
+    ],
+)
+def test_ids_that_do_not_say_which_tool_are_errors(call_id, declared, name, error):
+    found, said = name_of(call_id, declared)
+    assert found == name
+    assert error in (said or "")
+
+
+def test_a_call_of_an_undeclared_tool_is_not_made(tokenizer):
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": {}}}]
+    weather, other = parse(encode(tokenizer, f"</think>{CALLS}"), tokenizer, tools=tools).tool_calls
+    assert (weather.name, weather.error) == ("get_weather", None)
+    assert other.error == "the id 'functions.f:1' names no declared tool; the declared tools are get_weather"
 
 
 def test_tool_calls_inside_thinking_end_it(tokenizer):
@@ -220,6 +297,11 @@ def test_tool_calls_inside_thinking_end_it(tokenizer):
         ('<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a":', "response ended inside"),
         ("<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{a}<|tool_call_end|>", "not JSON"),
         ("<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>[1]<|tool_call_end|>", "not a JSON object"),
+        ('<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": NaN}<|tool_call_end|>', "NaN is no JSON"),
+        (
+            '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": -Infinity}<|tool_call_end|>',
+            "-Infinity is",
+        ),
         ("<|tool_call_begin|>functions.f:0<|tool_call_end|>", "no arguments"),
         (
             "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_calls_section_end|>",

@@ -7,7 +7,6 @@ Examples:
 """
 
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from kimi_jax.chat import Piece, Response, ResponseStream
 from kimi_jax.cli import (
     BUNDLED_CHECKPOINT,
     BUNDLED_DRAFTER,
@@ -28,7 +26,7 @@ from kimi_jax.cli import (
 )
 from kimi_jax.prompts import Prompt, encode, read_prompts
 from kimi_jax.text_files import read_standard_input
-from kimi_jax.tokenizer import Tokenizer
+from kimi_jax.text_output import Reader, Screen, as_json
 from meshes.devices import use_cpu_if_no_gpu
 
 if TYPE_CHECKING:
@@ -99,83 +97,6 @@ class Options(EngineOptions):
     """Cached tokens of each request that --explain counts."""
     json: bool = False
     """Print one JSON object at the end instead of streaming text."""
-
-
-class Reader:
-    """Follows one prompt's tokens and keeps what has not been shown yet."""
-
-    def __init__(self, tokenizer: Tokenizer, stop_ids: tuple[int, ...], *, raw: bool, thinking: bool):
-        self.ids: list[int] = []
-        self.stop_ids = stop_ids
-        self.finished = False
-        self.pending: list[Piece] = []
-        self.response = Response("", "")
-        self._stream = None if raw else ResponseStream(tokenizer, thinking)
-        self._decoder = tokenizer.decoder()
-        self._raw_text = ""
-
-    def push(self, ids: list[int], finished: bool) -> None:
-        """Takes the tokens of one dispatch."""
-        self.ids += ids
-        if self._stream:
-            self.pending += self._stream.push(ids)
-        else:
-            self._raw(self._decoder.push(token for token in ids if token not in self.stop_ids))
-        if finished and not self.finished:
-            self.finished = True
-            if self._stream:
-                rest, self.response = self._stream.finish()
-                self.pending += rest
-            else:
-                self._raw(self._decoder.flush())
-                self.response = Response("", self._raw_text)
-
-    @property
-    def finish_reason(self) -> str:
-        """`stop` where the model ended its text, `length` where the limit did."""
-        return "stop" if self.ids and self.ids[-1] in self.stop_ids else "length"
-
-    def _raw(self, text: str) -> None:
-        self._raw_text += text
-        self.pending.append(Piece("answer", text))
-
-
-class Screen:
-    """Shows the prompts' texts one after the other, the first unfinished one as it grows."""
-
-    def __init__(self, prompts: list[Prompt], readers: list[Reader]):
-        self.console = Console(highlight=False, soft_wrap=True)
-        self.prompts, self.readers = prompts, readers
-        self.current = 0
-        self._part: str | None = None
-
-    def update(self) -> None:
-        """Prints what can be shown now."""
-        while self.current < len(self.readers):
-            reader = self.readers[self.current]
-            for piece in reader.pending:
-                self._show(piece)
-            reader.pending.clear()
-            if not reader.finished:
-                return
-            for call in reader.response.tool_calls:
-                self.console.print(f"\n→ {call.name}({call.arguments})", style="cyan", markup=False, end="")
-            self.console.print()
-            self.current, self._part = self.current + 1, None
-
-    def _show(self, piece: Piece) -> None:
-        if not piece.text:
-            return
-        if self._part is None and len(self.readers) > 1:
-            label = self.prompts[self.current].label
-            self.console.print(f"── {self.current + 1}: {label}", style="bold", markup=False)
-        if piece.part != self._part:
-            if piece.part == "thinking":
-                self.console.print("thinking: ", style="dim", end="")
-            elif self._part == "thinking":
-                self.console.print("\n")
-        self._part = piece.part
-        self.console.print(piece.text, style="dim" if piece.part == "thinking" else "", markup=False, end="")
 
 
 def gather_prompts(options: Options) -> list[Prompt]:
@@ -260,7 +181,10 @@ def main(options: Options) -> None:
         limits = Limits(max_new_tokens=options.max_new_tokens)
         draft = Draft(kind, options.budget, options.keep_chain, options.share_budget, options.synthetic_acceptance)
         ids = encode(prompts, engine.tokenizer, raw=options.raw, thinking=thinking, system=options.system)
-        readers = [Reader(engine.tokenizer, engine.stop_ids, raw=options.raw, thinking=thinking) for _ in prompts]
+        readers = [
+            Reader(engine.tokenizer, engine.stop_ids, raw=options.raw, thinking=thinking, tools=prompt.tools)
+            for prompt in prompts
+        ]
         screen, report = Screen(prompts, readers), Report(len(prompts))
         costs = round_costs_of(opened, context=max(map(len, ids)) + options.max_new_tokens)
         trace = Trace(options.trace)
@@ -306,7 +230,7 @@ def main(options: Options) -> None:
             ]
             summary = report.as_dict() | {"ran": opened.where, "speculation": kind} | shares
             summary["implementations"] = [dataclasses.asdict(pick) for pick in picks]
-            print(json.dumps({"results": results, "summary": summary}, ensure_ascii=False))
+            print(as_json({"results": results, "summary": summary}))
 
 
 def round_costs_of(opened: Opened, context: int) -> "Callable[[int], CostTable]":
