@@ -6,33 +6,92 @@ checkpoint's keys begin with `language_model.`.
 """
 
 import dataclasses
-import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+
+from kimi_jax.config_fields import (
+    LARGEST,
+    MAX_INT32,
+    MAX_WIDTH,
+    SMALLEST,
+    ConfigError,
+    Fields,
+    as_object,
+    read_config,
+    shown,
+    token_ids,
+)
 
 TEXT_MODEL_TYPES = ("kimi_k2", "deepseek_v3")
 
+_WIDTH = (1, MAX_WIDTH)
+SIZES = {
+    "vocab_size": (1, 2**24), "hidden_size": _WIDTH, "num_hidden_layers": (1, 10_000), "num_attention_heads": _WIDTH,
+    "q_lora_rank": _WIDTH, "kv_lora_rank": _WIDTH, "qk_nope_head_dim": _WIDTH, "qk_rope_head_dim": _WIDTH,
+    "v_head_dim": _WIDTH, "intermediate_size": _WIDTH, "moe_intermediate_size": _WIDTH, "n_routed_experts": _WIDTH,
+    "num_experts_per_tok": _WIDTH, "n_shared_experts": _WIDTH, "first_k_dense_replace": (0, 10_000),
+    "max_position_embeddings": (1, MAX_INT32),
+}  # fmt: skip
+"""Fields that count something, with the smallest and largest number that makes sense."""
 
-class ConfigError(ValueError):
-    """A config.json this project cannot run, with the field and what would be accepted."""
+REQUIRED = {
+    "n_group": (1,), "topk_group": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",),
+    "norm_topk_prob": (True,), "hidden_act": ("silu", "swish"), "moe_layer_freq": (1,),
+}  # fmt: skip
+"""Fields that must be there, with the values the model code implements. Others would compute something else."""
+
+IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
+    "attention_bias": (False,), "tie_word_embeddings": (False,), "num_nextn_predict_layers": (0,),
+    "num_mtp_layers": (0,), "pretraining_tp": (1,), "is_causal": (True,), "sliding_window": (),
+    "attention_chunk_size": (), "per_layer_config": (), "kv_sharing_modes": (), "compression_config": (),
+}  # fmt: skip
+"""Fields that may be missing or null, and that the code of transformers, its masks and caches reads."""
+
+QUANTIZATION = {"quant_method": ("compressed-tensors",), "format": ("pack-quantized",)}
+QUANTIZATION_OTHER: Mapping[str, tuple[Any, ...]] = {
+    "quantization_status": ("compressed",), "kv_cache_scheme": (), "sparsity_config": ({},), "transform_config": ({},),
+    "moe_sparsity_config": (),
+}  # fmt: skip
+QUANTIZATION_NEUTRAL = ("ignore", "global_compression_ratio", "version", "run_compressed", "dequantize")
+"""Which tensors are packed is decided by the keys a checkpoint has, not by `ignore` and `targets`."""
+GROUP: Mapping[str, tuple[Any, ...]] = {
+    "format": ("pack-quantized",), "input_activations": (), "output_activations": (),
+}  # fmt: skip
+WEIGHTS = {"num_bits": (4,), "type": ("int",), "symmetric": (True,), "strategy": ("group",)}
+WEIGHTS_OTHER: Mapping[str, tuple[Any, ...]] = {
+    "dynamic": (False,), "actorder": (False,), "block_structure": (), "scale_dtype": ("torch.bfloat16", "bfloat16"),
+    "zp_dtype": ("torch.int8", "int8"),
+}  # fmt: skip
+
+EPS = (1e-30, 1.0)
+CODES_PER_WORD = 8
+"""INT4 codes in an int32 word of a checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Yarn:
-    """YaRN rope scaling (Peng et al. 2023, arXiv 2309.00071), as in DeepSeek-V3's reference code."""
+    """YaRN rope scaling (Peng et al. 2023, arXiv 2309.00071) with the fields of transformers' `rope_parameters`."""
 
     factor: float
     original_max_position_embeddings: int
-    beta_fast: float
-    beta_slow: float
-    mscale: float
-    mscale_all_dim: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    """Factor on cos and sin that counts instead of what the two magnitudes give."""
+    truncate: bool = True
+    """Whether the blend between fast and slow pairs begins and ends at whole pairs."""
 
     @property
     def amplitude(self) -> float:
-        """Factor on cos and sin: the ratio of the two magnitudes (1.0 for K2.6)."""
+        """Factor on cos and sin: the ratio of the two magnitudes where both are given (1.0 for K2.6)."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if not (self.mscale and self.mscale_all_dim):
+            return _yarn_magnitude(self.factor, 1.0)
         return _yarn_magnitude(self.factor, self.mscale) / _yarn_magnitude(self.factor, self.mscale_all_dim)
 
     @property
@@ -43,6 +102,49 @@ class Yarn:
 
 def _yarn_magnitude(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+ROPE_FIELDS = {
+    "default": (),
+    "yarn": tuple(field.name for field in dataclasses.fields(Yarn)),
+}
+"""Types of rotary embedding that are implemented, and their fields."""
+
+
+def read_rope(fields: Fields) -> tuple[float, Yarn | None]:
+    """Base and scaling of the rotary embedding, where and as transformers 5 reads them.
+
+    `rope_scaling` counts before `rope_parameters`, and a rope_theta inside before the one beside it. Raises ConfigError
+    for types and fields that are not implemented, and for numbers out of range.
+    """
+    name = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
+    rope = fields.object(name)
+    kind = rope.values.get("rope_type", rope.values.get("type", "default"))
+    if kind not in tuple(ROPE_FIELDS):
+        raise ConfigError(f"{name} type {shown(kind)} is not supported; known are 'yarn', 'default' and null")
+    rope.only(
+        ("rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_FIELDS[kind]), f"the rope type {kind!r}"
+    )
+    for each in (fields, rope):
+        each.require({"partial_rotary_factor": (1,)})
+    holder = rope if rope.values.get("rope_theta") is not None else fields
+    theta = holder.number("rope_theta", 2, 1e12)
+    if kind == "default":
+        return theta, None
+    original = rope.integer("original_max_position_embeddings", 1, MAX_INT32)
+    fields.require({"original_max_position_embeddings": (original,)})
+    fast = rope.number("beta_fast", SMALLEST, LARGEST, 32.0)
+    factor = rope.values.get("attention_factor")
+    return theta, Yarn(
+        factor=rope.number("factor", 1, LARGEST),
+        original_max_position_embeddings=original,
+        beta_fast=fast,
+        beta_slow=rope.number("beta_slow", SMALLEST, fast, 1.0),
+        mscale=rope.number("mscale", 0, LARGEST, 0.0),
+        mscale_all_dim=rope.number("mscale_all_dim", 0, LARGEST, 0.0),
+        attention_factor=None if factor is None else rope.number("attention_factor", SMALLEST, LARGEST),
+        truncate=rope.boolean("truncate", True),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +178,8 @@ class ModelConfig:
     """`language_model.` for K2.5 and K2.6, empty otherwise."""
     latent_norm_eps: float = 1e-6
     """Eps of q_a_layernorm and kv_a_layernorm: the reference builds them with its default, not with rms_norm_eps."""
+    rope_interleave: bool = True
+    """Whether the rotary pairs are dims (2i, 2i+1), or else (i, i + half)."""
 
     @property
     def qk_head_dim(self) -> int:
@@ -104,164 +208,85 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
         """Builds the configuration from a parsed config.json. Raises ConfigError as `from_json` does."""
-        raw = as_object(raw, "the file")
-        nested = "text_config" in raw
-        text = as_object(raw["text_config"], "text_config") if nested else raw
-        model_type = _field(text, "model_type", str)
+        top = Fields(as_object(raw, "the file"))
+        nested = "text_config" in top.values
+        text = Fields(as_object(raw["text_config"], "text_config"), "text_config.") if nested else top
+        model_type = text.values.get("model_type")
         if model_type not in TEXT_MODEL_TYPES:
-            raise ConfigError(f"model_type {model_type!r} is not supported; known are {', '.join(TEXT_MODEL_TYPES)}")
-        _require_supported(raw, text)
-        sizes = {
-            name: _field(text, name, int)
-            for name in (
-                "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "q_lora_rank", "kv_lora_rank",
-                "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size", "moe_intermediate_size",
-                "n_routed_experts", "num_experts_per_tok", "n_shared_experts", "first_k_dense_replace",
-                "max_position_embeddings",
-            )
-        }  # fmt: skip
-        for name, value in sizes.items():
-            if value < (0 if name == "first_k_dense_replace" else 1):
-                raise ConfigError(f"{name} is {value}; it must be positive")
-        if sizes["num_experts_per_tok"] > sizes["n_routed_experts"]:
-            raise ConfigError("num_experts_per_tok exceeds n_routed_experts")
-        if sizes["qk_rope_head_dim"] % 2:
-            raise ConfigError(f"qk_rope_head_dim is {sizes['qk_rope_head_dim']}; rope turns pairs, so it must be even")
-        parameters = object_field(text, "rope_parameters")
+            raise ConfigError(f"{text.path}model_type is {shown(model_type)}; known are {', '.join(TEXT_MODEL_TYPES)}")
+        text.require(REQUIRED, present=True)
+        for fields in (top, text):
+            fields.require(IMPLEMENTED)
+        sizes = {name: text.integer(name, *limits) for name, limits in SIZES.items()}
+        _check_sizes(text, sizes)
+        for fields in (top, text):
+            for name in ("bos_token_id", "pad_token_id"):
+                token_ids(fields, name, sizes["vocab_size"])
+        stop_ids = {i for fields in (top, text) for i in token_ids(fields, "eos_token_id", sizes["vocab_size"])}
+        if not stop_ids:
+            raise ConfigError("eos_token_id is missing")
+        theta, yarn = read_rope(text)
         return cls(
             **sizes,
-            routed_scaling_factor=_number(text, "routed_scaling_factor"),
-            rms_norm_eps=_number(text, "rms_norm_eps"),
-            rope_theta=_number({**parameters, **text}, "rope_theta"),
-            yarn=_yarn(object_field(text, "rope_scaling") or parameters),
-            eos_token_ids=_eos_token_ids(raw, text),
-            quantization_group_size=_quantization_group_size(raw, text, sizes),
+            routed_scaling_factor=text.number("routed_scaling_factor", SMALLEST, LARGEST),
+            rms_norm_eps=text.number("rms_norm_eps", *EPS),
+            rope_theta=theta,
+            yarn=yarn,
+            eos_token_ids=tuple(sorted(stop_ids)),
+            quantization_group_size=_quantization_group_size(top, text, sizes),
             key_prefix="language_model." if nested else "",
-            latent_norm_eps=_number({"latent_norm_eps": 1e-6, **text}, "latent_norm_eps"),
+            latent_norm_eps=text.number("latent_norm_eps", *EPS, 1e-6),
+            rope_interleave=text.boolean("rope_interleave", True),
         )
 
 
-def read_config[Config](path: str | Path, where: str, parse: Callable[[Any], Config]) -> Config:
-    """Parses a config.json, or the one in a folder. Raises ConfigError naming the file; `where` says what holds one."""
-    path = Path(path)
-    path = path if path.suffix == ".json" else path / "config.json"
-    try:
-        raw = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; {where} holds a config.json") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid JSON ({error}); was the download complete?") from None
-    try:
-        return parse(raw)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-
-
-def as_object(value: object, name: str) -> Mapping[str, Any]:
-    """A value of a configuration that must be a JSON object. Raises ConfigError naming it."""
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{name} is {value!r}; expected a JSON object")
-    return cast("Mapping[str, Any]", value)
-
-
-def object_field(source: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """An object that may be missing or null."""
-    return as_object(source.get(name) or {}, name)
-
-
-def _number(source: Mapping[str, Any], name: str) -> float:
-    value = float(_field(source, name, (int, float)))
-    if not math.isfinite(value):
-        raise ConfigError(f"{name} is {value}; it must be finite")
-    return value
-
-
-def _field(source: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
-    if source.get(name) is None:
-        raise ConfigError(f"{name} is missing")
-    value = source[name]
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}; expected {kind}")
-    return value
-
-
-def _require_supported(raw: Mapping[str, Any], text: Mapping[str, Any]) -> None:
-    """Refuses what the model code does not implement, field by field, rather than computing something else."""
-    expected: dict[str, tuple[Any, ...]] = {
-        "n_group": (1,),
-        "topk_group": (1,),
-        "scoring_func": ("sigmoid",),
-        "topk_method": ("noaux_tc",),
-        "norm_topk_prob": (True,),
-        "hidden_act": ("silu",),
-        "moe_layer_freq": (1,),
+def _check_sizes(text: Fields, sizes: Mapping[str, int]) -> None:
+    """Refuses sizes that contradict each other or another field that states one of them."""
+    text.integer("num_experts_per_tok", 1, sizes["n_routed_experts"])
+    text.integer("first_k_dense_replace", 0, sizes["num_hidden_layers"] - 1)
+    if sizes["qk_rope_head_dim"] % 2:
+        raise ConfigError(f"qk_rope_head_dim is {sizes['qk_rope_head_dim']}; rope turns pairs, so it must be even")
+    text.number("attention_dropout", 0, 1, 0)  # of training alone
+    same = {
+        "num_key_value_heads": "num_attention_heads",
+        "head_dim": "qk_rope_head_dim",
+        "num_local_experts": "n_routed_experts",
     }
-    for name, accepted in expected.items():
-        if name not in text:
-            raise ConfigError(f"{name} is missing")
-        if text[name] not in accepted:
-            raise ConfigError(f"{name} is {text[name]!r}; only {accepted[0]!r} is supported")
-    if text.get("attention_bias", False):
-        raise ConfigError("attention_bias is true; the K2 family has none")
-    if text.get("tie_word_embeddings", raw.get("tie_word_embeddings", False)):
-        raise ConfigError("tie_word_embeddings is true; the K2 family has a head of its own")
-    if text.get("num_nextn_predict_layers", 0):
-        raise ConfigError("num_nextn_predict_layers is not 0; multi-token prediction layers are not supported")
-
-
-def _yarn(scaling: Mapping[str, Any]) -> Yarn | None:
-    kind = scaling.get("rope_type", scaling.get("type"))
-    if not scaling or kind == "default":
-        return None
-    if kind != "yarn":
-        raise ConfigError(f"rope_scaling type {kind!r} is not supported; known are 'yarn' and null")
-    return Yarn(
-        factor=_number(scaling, "factor"),
-        original_max_position_embeddings=_field(scaling, "original_max_position_embeddings", int),
-        beta_fast=_number(scaling, "beta_fast"),
-        beta_slow=_number(scaling, "beta_slow"),
-        mscale=_number(scaling, "mscale"),
-        mscale_all_dim=_number(scaling, "mscale_all_dim"),
-    )
-
-
-def _eos_token_ids(raw: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[int, ...]:
-    """The ids config.json names; the tokenizer adds its own `eos_token` and <|im_end|> (see `decoding`)."""
-    named: set[int] = set()
-    for source in (raw, text):
-        value = source.get("eos_token_id")
-        ids = cast("list[Any]", value if isinstance(value, list) else [] if value is None else [value])
-        if not all(type(each) is int and each >= 0 for each in ids):
-            raise ConfigError(f"eos_token_id is {value!r}; expected a token id or a list of them")
-        named.update(ids)
-    if not named:
-        raise ConfigError("eos_token_id is missing")
-    return tuple(sorted(named))
-
-
-def _quantization_group_size(raw: Mapping[str, Any], text: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
-    quantization = object_field(text, "quantization_config") or object_field(raw, "quantization_config")
-    if not quantization:
-        raise ConfigError("quantization_config is missing; routed experts must be INT4 (compressed-tensors)")
-    if quantization.get("quant_method") != "compressed-tensors" or quantization.get("format") != "pack-quantized":
+    for name, other in same.items():
+        text.require({name: (sizes[other],)})
+    layer_types = text.values.get("layer_types")
+    if layer_types is not None and layer_types != ["full_attention"] * sizes["num_hidden_layers"]:
         raise ConfigError(
-            f"quantization_config is {quantization.get('quant_method')!r} / {quantization.get('format')!r}; "
-            "only compressed-tensors / pack-quantized is supported"
+            f"{text.path}layer_types is {shown(layer_types)}; only full_attention in every layer is known"
         )
-    groups = object_field(quantization, "config_groups")
-    if len(groups) != 1:
-        raise ConfigError(f"quantization_config has {len(groups)} config_groups; exactly one is supported")
-    ((group, settings),) = groups.items()
-    weights = object_field(as_object(settings, group), "weights")
-    for name, wanted in {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}.items():
-        if weights.get(name) != wanted:
-            raise ConfigError(f"quantization {name} is {weights.get(name)!r}; only {wanted!r} is supported")
-    if weights.get("actorder") not in (None, False):
-        raise ConfigError(f"quantization actorder is {weights['actorder']!r}; only null is supported")
-    size = _field(weights, "group_size", int)
+
+
+def _quantization_group_size(top: Fields, text: Fields, sizes: Mapping[str, int]) -> int:
+    quantization = text.object("quantization_config")
+    if not quantization.values:
+        quantization = top.object("quantization_config")
+    elif top.values.get("quantization_config") not in (None, text.values["quantization_config"]):
+        raise ConfigError("quantization_config and text_config.quantization_config differ; only one can hold")
+    if not quantization.values:
+        raise ConfigError("quantization_config is missing; routed experts must be INT4 (compressed-tensors)")
+    quantization.require(QUANTIZATION, present=True)
+    quantization.only(
+        (*QUANTIZATION, *QUANTIZATION_OTHER, *QUANTIZATION_NEUTRAL, "config_groups"), "compressed-tensors"
+    )
+    quantization.require(QUANTIZATION_OTHER)
+    groups = quantization.object("config_groups")
+    if len(groups.values) != 1:
+        raise ConfigError(f"{groups.path[:-1]} has {len(groups.values)} groups; exactly one is supported")
+    (name,) = groups.values
+    group = Fields(as_object(groups.values[name], groups.path + name), f"{groups.path}{name}.")
+    group.only((*GROUP, "targets", "weights"), "compressed-tensors' groups")
+    group.require(GROUP)
+    weights = group.object("weights")
+    weights.only((*WEIGHTS, *WEIGHTS_OTHER, "group_size", "observer", "observer_kwargs"), "compressed-tensors' weights")
+    weights.require(WEIGHTS, present=True)
+    weights.require(WEIGHTS_OTHER)
+    size = weights.integer("group_size", CODES_PER_WORD, MAX_WIDTH)
     for name in ("hidden_size", "moe_intermediate_size"):
-        if size < 8 or size % 8 or sizes[name] % size:
-            raise ConfigError(f"quantization group_size {size} does not divide {name} {sizes[name]} in whole words")
+        if size % CODES_PER_WORD or sizes[name] % size:
+            raise ConfigError(f"{weights.path}group_size {size} does not divide {name} {sizes[name]} in whole words")
     return size

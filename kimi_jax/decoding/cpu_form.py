@@ -21,7 +21,6 @@ from kimi_jax.model.attention import LatentAttention
 from kimi_jax.model.cache import Latents
 from kimi_jax.model.layers import GatedMLP, Linear
 from kimi_jax.model.moe import MixtureOfExperts
-from kimi_jax.model.rope import rotate_interleaved
 from kimi_jax.model.transformer import DecoderLayer
 from kimi_jax.parameters import Parameters, Path, weight
 from pallas_kernels.int4_moe.reference import UNPACKED_WEIGHTS, unpack_inputs, unpack_outputs, unpacked_moe
@@ -104,7 +103,7 @@ class AbsorbedAttention(LatentAttention):
         own = self.latents(own, turn)
         q = self.q_a_layernorm(compressed) @ self.q_absorbed[...]
         q = q.reshape(*x.shape[:-1], self.config.num_attention_heads, -1)
-        q_rope = rotate_interleaved(q[..., rank:], cos[..., None, :], sin[..., None, :])
+        q_rope = self.rotate(q[..., rank:], cos[..., None, :], sin[..., None, :])
         out, _ = tree_attention(
             q[..., :rank], q_rope, cached.latent, cached.rope, lengths, own.latent, own.rope, ancestors,
             scale=self.config.attention_scale,

@@ -6,14 +6,30 @@ as in the reference package `dflash` 0.1.0.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from kimi_jax.config import ConfigError, ModelConfig, Yarn, as_object, object_field, read_config
+from kimi_jax.config import EPS, ModelConfig, Yarn, read_rope
+from kimi_jax.config_fields import (
+    LARGEST,
+    MAX_INT32,
+    MAX_WIDTH,
+    SMALLEST,
+    ConfigError,
+    Fields,
+    as_object,
+    read_config,
+    shown,
+)
 
 LayerType = Literal["full_attention", "sliding_attention"]
+SUPPORTED = {
+    "hidden_act": ("silu", "swish"), "attention_bias": (False,),
+    "projector_type": ("dflash",),  # domino and dspark add a sequential head
+    "shift_label": (False,), "attention_sink_bias": (False,), "attention_value_scale": (1,),
+}  # fmt: skip
+"""Fields that may be missing or null, with the values that are implemented."""
 DEFAULT_DRAFT_WINDOW = 4096
 """Context positions a drafter sees, as the public Kimi drafters are served."""
 
@@ -97,25 +113,24 @@ class DrafterConfig:
           ConfigError: naming the field.
         """
         raw = as_object(raw, "the file")
-        fields = _Fields({**raw, **object_field(raw, "dflash_config")})
-        _require_supported(fields.values)
-        layers, heads = fields.positive("num_hidden_layers"), fields.positive("num_attention_heads")
-        hidden, target_layers = fields.positive("hidden_size"), fields.positive("num_target_layers")
-        kv_heads = fields.positive("num_key_value_heads", heads)
-        head_dim = fields.positive("head_dim", hidden // heads)
+        fields = Fields({**raw, **Fields(raw).object("dflash_config").values})
+        fields.require(SUPPORTED)
+        count = functools.partial(fields.integer, low=1, high=MAX_WIDTH)
+        layers, heads, hidden = count("num_hidden_layers"), count("num_attention_heads"), count("hidden_size")
+        vocab = fields.integer("vocab_size", 1, 2**24)
+        target_layers = count("num_target_layers")
+        kv_heads = count("num_key_value_heads", default=heads)
+        head_dim = count("head_dim", default=hidden // heads)
         if heads % kv_heads:
             raise ConfigError(f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
         if head_dim % 2:
             raise ConfigError(f"head_dim is {head_dim}; rope turns pairs, so it must be even")
-        block = fields.positive("block_size", 16)
-        if block < 2:
-            raise ConfigError(f"block_size is {block}; the anchor and at least one drafted token make 2")
-        if draft_window < 1:
-            raise ConfigError(f"draft_window is {draft_window}; it must be positive")
-        vocab = fields.positive("vocab_size")
-        yarn, factor = _rope_scaling(fields.values)
+        fields.number("attention_dropout", 0, 1, 0)  # of training alone
+        window = Fields({"draft_window": draft_window}).integer("draft_window", 1, MAX_INT32)
+        theta, yarn = read_rope(fields)
+        if attention_factor is None:
+            attention_factor = yarn.amplitude if yarn else 1.0
         layer_types, sliding_window = _layer_types(fields, layers)
-        rope = object_field(fields.values, "rope_parameters")
         return cls(
             vocab_size=vocab,
             hidden_size=hidden,
@@ -123,23 +138,24 @@ class DrafterConfig:
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
-            intermediate_size=fields.positive("intermediate_size"),
-            rms_norm_eps=fields.number("rms_norm_eps"),
-            rope_theta=_Fields({**rope, **fields.values}).number("rope_theta"),
+            intermediate_size=count("intermediate_size"),
+            rms_norm_eps=fields.number("rms_norm_eps", *EPS),
+            rope_theta=theta,
             yarn=yarn,
-            attention_factor=factor if attention_factor is None else attention_factor,
+            attention_factor=attention_factor,
             num_target_layers=target_layers,
             target_layer_ids=_taps(fields, target_layers, layers),
-            block_size=block,
+            # The anchor and at least one drafted token make 2.
+            block_size=fields.integer("block_size", 2, MAX_WIDTH, 16),
             mask_token_id=_mask_token_id(fields, vocab),
             layer_types=layer_types,
             sliding_window=sliding_window,
-            is_causal=fields.optional("is_causal", bool),
-            draft_window=draft_window,
-            input_embedding_scale=fields.number("input_embedding_scale", 1.0),
-            output_multiplier=fields.number("output_multiplier", 1.0),
-            final_logit_softcapping=fields.number("final_logit_softcapping", 0.0) or None,
-            **_dflash2(fields, hidden),
+            is_causal=None if fields.values.get("is_causal") is None else fields.boolean("is_causal", False),
+            draft_window=window,
+            input_embedding_scale=fields.number("input_embedding_scale", SMALLEST, LARGEST, 1.0),
+            output_multiplier=fields.number("output_multiplier", SMALLEST, LARGEST, 1.0),
+            final_logit_softcapping=fields.number("final_logit_softcapping", 0.0, LARGEST, 0.0) or None,
+            **_dflash2(fields, hidden, vocab),
         )
 
     def check(self, target: ModelConfig, name: str | Path = "the drafter") -> None:
@@ -167,52 +183,7 @@ class DrafterConfig:
             raise ConfigError(f"{name} does not fit the target: {'; '.join(problems)}")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Fields:
-    values: Mapping[str, Any]
-
-    def optional(self, name: str, kind: type | tuple[type, ...]) -> Any:
-        value = self.values.get(name)
-        if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
-            raise ConfigError(f"{name} is {value!r}; expected {kind}")
-        return value
-
-    def _with_default(self, name: str, kind: type | tuple[type, ...], default: Any) -> Any:
-        value = self.optional(name, kind)
-        if value is None and default is None:
-            raise ConfigError(f"{name} is missing")
-        return default if value is None else value
-
-    def positive(self, name: str, default: int | None = None) -> int:
-        value = self._with_default(name, int, default)
-        if value < 1:
-            raise ConfigError(f"{name} is {value}; it must be positive")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = float(self._with_default(name, (int, float), default))
-        if not math.isfinite(value):
-            raise ConfigError(f"{name} is {value}; it must be finite")
-        return value
-
-
-def _require_supported(fields: Mapping[str, Any]) -> None:
-    """Refuses variants that would compute something else than what is implemented here."""
-    accepted: dict[str, tuple[Any, ...]] = {
-        "hidden_act": ("silu",),
-        "attention_bias": (False,),
-        "projector_type": ("dflash",),  # domino and dspark add a sequential head
-        "shift_label": (False,),
-        "attention_sink_bias": (False,),
-        "attention_value_scale": (1, 1.0),
-    }
-    for name, values in accepted.items():
-        value = fields.get(name)
-        if value is not None and value not in values:
-            raise ConfigError(f"{name} is {value!r}; only {values[0]!r} is supported")
-
-
-def _taps(fields: _Fields, target_layers: int, layers: int) -> tuple[int, ...]:
+def _taps(fields: Fields, target_layers: int, layers: int) -> tuple[int, ...]:
     taps = fields.values.get("target_layer_ids")
     if taps is None:
         # The reference's default: evenly from layer 1 to the third from the last.
@@ -220,62 +191,42 @@ def _taps(fields: _Fields, target_layers: int, layers: int) -> tuple[int, ...]:
         taps = [target_layers // 2] if layers == 1 else [round(1 + i * span) for i in range(layers)]
     whole = isinstance(taps, list | tuple) and all(type(tap) is int for tap in taps)
     if not whole or not taps or len(set(taps)) < len(taps):
-        raise ConfigError(f"target_layer_ids is {taps!r}; expected a list of different layer numbers")
+        raise ConfigError(f"target_layer_ids is {shown(taps)}; expected a list of different layer numbers")
     outside = [tap for tap in taps if not 0 <= tap < target_layers]
     if outside:
         raise ConfigError(f"target_layer_ids {outside} are not 0-based layers of num_target_layers = {target_layers}")
     return tuple(taps)
 
 
-def _mask_token_id(fields: _Fields, vocab: int) -> int:
-    mask = fields.optional("mask_token_id", int)
-    if mask is None:
+def _mask_token_id(fields: Fields, vocab: int) -> int:
+    if fields.values.get("mask_token_id") is None:
         raise ConfigError("mask_token_id is missing; a mask_token must be given as its id in the target's vocabulary")
-    if not 0 <= mask < vocab:
-        raise ConfigError(f"mask_token_id is {mask}; vocab_size is {vocab}")
-    return mask
+    return fields.integer("mask_token_id", 0, vocab - 1)
 
 
-def _layer_types(fields: _Fields, layers: int) -> tuple[tuple[LayerType, ...], int | None]:
-    types = fields.values.get("layer_types") or ["full_attention"] * layers
+def _layer_types(fields: Fields, layers: int) -> tuple[tuple[LayerType, ...], int | None]:
+    types = fields.values.get("layer_types")
+    if not types:
+        # It would say which layers slide.
+        fields.require({"use_sliding_window": (False,)})
+        types = ["full_attention"] * layers
     known = get_args(LayerType)
     if not isinstance(types, list | tuple) or len(types) != layers or any(kind not in known for kind in types):
-        raise ConfigError(f"layer_types is {types!r}; expected {layers} of {' or '.join(known)}")
-    window = fields.positive("sliding_window") if "sliding_attention" in types else None
+        raise ConfigError(f"layer_types is {shown(types)}; expected {layers} of {' or '.join(known)}")
+    window = fields.integer("sliding_window", 1, MAX_INT32) if "sliding_attention" in types else None
     return cast(tuple[LayerType, ...], tuple(types)), window
 
 
-def _rope_scaling(fields: Mapping[str, Any]) -> tuple[Yarn | None, float]:
-    """Frequencies, and the factor on cos and sin as transformers 5 computes it."""
-    scaling = object_field(fields, "rope_scaling") or object_field(fields, "rope_parameters")
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return None, 1.0
-    if kind != "yarn":
-        raise ConfigError(f"rope_scaling type {kind!r} is not supported; known are 'yarn' and null")
-    read = _Fields(scaling)
-    mscale, mscale_all_dim = read.number("mscale", 0.0), read.number("mscale_all_dim", 0.0)
-    both = bool(mscale and mscale_all_dim)
-    yarn = Yarn(
-        factor=read.number("factor"),
-        original_max_position_embeddings=read.positive("original_max_position_embeddings"),
-        beta_fast=read.number("beta_fast", 32.0),
-        beta_slow=read.number("beta_slow", 1.0),
-        # Without both the amplitude is 0.1 ln(factor) + 1: that of mscale 1 over that of 0.
-        mscale=mscale if both else 1.0,
-        mscale_all_dim=mscale_all_dim if both else 0.0,
-    )
-    return yarn, read.number("attention_factor", yarn.amplitude)
-
-
-def _dflash2(fields: _Fields, hidden: int) -> dict[str, int]:
-    names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-    given = [name for name in names if fields.values.get(name) is not None]
-    if not given:
+def _dflash2(fields: Fields, hidden: int, vocab: int) -> dict[str, int]:
+    limits = {
+        "conv_kernel_size": MAX_WIDTH,
+        "conv_group_size": hidden,
+        "selector_rank": MAX_WIDTH,
+        "selector_top_k": vocab,
+    }
+    if all(fields.values.get(name) is None for name in limits):
         return {}
-    values = {name: fields.positive(name) for name in names}
+    values = {name: fields.integer(name, 1, high) for name, high in limits.items()}
     if hidden % values["conv_group_size"]:
         raise ConfigError(f"conv_group_size {values['conv_group_size']} does not divide hidden_size {hidden}")
-    if values["selector_top_k"] > fields.positive("vocab_size"):
-        raise ConfigError(f"selector_top_k {values['selector_top_k']} exceeds vocab_size")
     return values

@@ -22,7 +22,7 @@ from kimi_jax.drafter.config import DrafterConfig
 from kimi_jax.drafter.context import Context, LayerContext, slot_positions, write, write_slots
 from kimi_jax.drafter.dflash2 import CandidateSelector, GroupedDynamicConv
 from kimi_jax.model.layers import GatedMLP, Linear, RMSNorm
-from kimi_jax.model.rope import Rotation, inverse_frequencies, rotation
+from kimi_jax.model.rope import Rotation, inverse_frequencies, rotate, rotation
 from kimi_jax.parallel.collectives import all_gather, all_reduce, axis_index
 
 Embed = Callable[[Int[Array, "requests block"]], Float[Array, "requests block hidden"]]
@@ -268,10 +268,8 @@ def _between(
 
 
 def _rotate(x: Float[Array, "requests rows heads dim"], turn: Rotation) -> Float[Array, "requests rows heads dim"]:
-    """Turns pairs (i, i + dim/2), over the whole head; computed in float32."""
     cos, sin = (part[:, :, None] for part in turn)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return rotate(x, cos, sin, interleaved=False)
 
 
 def stack_taps(taps: Sequence[Float[Array, "requests rows hidden"]]) -> Float[Array, "requests rows taps hidden"]:

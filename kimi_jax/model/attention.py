@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.cache import Latents
 from kimi_jax.model.layers import Linear, Matrix, RMSNorm
-from kimi_jax.model.rope import Rotation, inverse_frequencies, rotate_interleaved, rotation
+from kimi_jax.model.rope import Rotation, inverse_frequencies, rotate, rotation
 from kimi_jax.parallel.collectives import all_gather
 from kimi_jax.parallel.context import Queries, attend_in_parts
 from pallas_kernels.tree_attention import expanded_pays, prefill_attention, tree_attention
@@ -50,7 +50,7 @@ class LatentAttention(nnx.Module):
         cos, sin = turn = self.turn(positions)
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.reshape(*q.shape[:-1], -1, config.qk_head_dim)
-        q_nope, q_rope = q[..., :nope], rotate_interleaved(q[..., nope:], cos[..., None, :], sin[..., None, :])
+        q_nope, q_rope = q[..., :nope], self.rotate(q[..., nope:], cos[..., None, :], sin[..., None, :])
         own = self.latents(self.kv_a_proj_with_mqa(x), turn)
         w = self.kv_b_proj.weight[...].reshape(-1, nope + config.v_head_dim, rank)
         if expanded is None:
@@ -89,5 +89,8 @@ class LatentAttention(nnx.Module):
     def latents(self, compressed: Float[Array, "requests rows rank_and_rope"], turn: Rotation) -> Latents:
         """The rows' own latents and rotated rope keys, as the cache takes them, from what kv_a_proj gives."""
         rank = self.config.kv_lora_rank
-        rope = rotate_interleaved(compressed[..., rank:], *turn)
-        return Latents(self.kv_a_layernorm(compressed[..., :rank]), rope)
+        return Latents(self.kv_a_layernorm(compressed[..., :rank]), self.rotate(compressed[..., rank:], *turn))
+
+    def rotate(self, x: Float[Array, "... rope"], cos: Array, sin: Array) -> Float[Array, "... rope"]:
+        """Rope parts turned in the pairs that the configuration says."""
+        return rotate(x, cos, sin, interleaved=self.config.rope_interleave)

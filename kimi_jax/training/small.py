@@ -22,7 +22,7 @@ def config_dict(tokenizer: Tokenizer, **sizes: int) -> dict[str, Any]:
         "hidden_size": 128,
         "num_hidden_layers": 4,
         "num_attention_heads": 8,
-        "num_key_value_heads": 8,
+        "num_key_value_heads": sizes.get("num_attention_heads", 8),
         "q_lora_rank": 64,
         "kv_lora_rank": 64,
         "qk_nope_head_dim": 16,

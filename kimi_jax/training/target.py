@@ -17,7 +17,6 @@ from kimi_jax.config import ModelConfig
 from kimi_jax.model.attention import LatentAttention
 from kimi_jax.model.cache import Latents, empty_cache
 from kimi_jax.model.moe import MixtureOfExperts
-from kimi_jax.model.rope import rotate_interleaved
 from kimi_jax.model.transformer import CausalLM
 from kimi_jax.parameters import Parameters, bind, declarations, from_leaves, weight
 from kimi_jax.training.data import Batch
@@ -92,7 +91,7 @@ class TrainingAttention(LatentAttention):
         cos, sin = turn = self.turn(positions)
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.reshape(*q.shape[:-1], -1, config.qk_head_dim).swapaxes(1, 2)
-        q_rope = rotate_interleaved(q[..., nope:], cos[:, None], sin[:, None])
+        q_rope = self.rotate(q[..., nope:], cos[:, None], sin[:, None])
         own = self.latents(self.kv_a_proj_with_mqa(x), turn)
         w = self.kv_b_proj.weight[...].reshape(-1, nope + config.v_head_dim, rank)
         key_value = jnp.einsum("bkc,hnc->bhkn", own.latent, w)

@@ -83,6 +83,14 @@ def test_attention_factor(raw, factor):
     assert DrafterConfig.from_dict(raw, attention_factor=1.5).attention_factor == 1.5
 
 
+def test_rope_fields_count_as_in_transformers():
+    """An inner rope_theta before the outer one; truncate and an explicit factor are kept."""
+    inner = {**KIMI["rope_scaling"], "rope_theta": 777.0, "truncate": False, "attention_factor": 1.3}
+    config = DrafterConfig.from_dict(without("rope_scaling") | {"rope_parameters": inner})
+    assert config.yarn is not None
+    assert (config.rope_theta, config.yarn.truncate, config.attention_factor) == (777.0, False, 1.3)
+
+
 def test_dflash_config_counts_before_the_top_level():
     raw = KIMI | {"mask_token_id": 5}
     assert DrafterConfig.from_dict(raw).mask_token_id == 163838
@@ -109,7 +117,7 @@ def dflash(**changes) -> dict:
         (without("num_target_layers"), "num_target_layers is missing"),
         (without("rope_theta"), "rope_theta is missing"),
         (dflash(mask_token_id=None), "mask_token_id is missing"),
-        (dflash(mask_token_id=163840), "mask_token_id is 163840; vocab_size is 163840"),
+        (dflash(mask_token_id=163840), "mask_token_id is 163840; expected an integer from 0 to 163,839"),
         (dflash(target_layer_ids=[1, 61]), r"target_layer_ids \[61\] are not 0-based"),
         (dflash(target_layer_ids=[1, 1]), "target_layer_ids is"),
         (dflash(target_layer_ids="1,2"), "target_layer_ids is"),
@@ -130,6 +138,13 @@ def dflash(**changes) -> dict:
         (KIMI | {"layer_types": ["sliding_attention"] * 6}, "sliding_window is missing"),
         (scaling(type="linear"), "rope_scaling type 'linear'"),
         (scaling(original_max_position_embeddings=None), "original_max_position_embeddings is missing"),
+        (scaling(truncate="no"), "rope_scaling.truncate is 'no'; expected true or false"),
+        (scaling(factor=0), "rope_scaling.factor is 0; expected a number from 1 to"),
+        (scaling(mrope_section=[1]), "rope_scaling.mrope_section is no field of the rope type 'yarn'"),
+        (KIMI | {"rope_theta": 1}, "rope_theta is 1; expected a number from 2 to"),
+        (KIMI | {"rms_norm_eps": 0}, "rms_norm_eps is 0; expected a number from"),
+        (KIMI | {"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window is True"),
+        (KIMI | {"output_multiplier": 0}, "output_multiplier is 0; expected a number from"),
         (KIMI | {"conv_kernel_size": 2}, "conv_group_size is missing"),
         (KIMI | {"conv_kernel_size": 2, "conv_group_size": 15, "selector_rank": 4, "selector_top_k": 4},
          "conv_group_size 15 does not divide"),
