@@ -5,6 +5,7 @@ by the layout's choice, expert slots or the width of every expert. Batch rows li
 """
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -107,48 +108,41 @@ class Preset:
         return replace(self, layout=layout)
 
     def with_axes(self, dp: int | None = None, ep: int | None = None, tp: int | None = None) -> "Preset":
-        """Override axis sizes; axes left at None are filled so that the machine is used whole.
+        """Override axis sizes; axes left at None keep the preset's.
 
-        tp keeps the largest size that the preset's own tp allows, ep takes the rest. Sizes that do not divide the
-        machine are taken as a stated subset when all three are given, or when they leave room for nothing else
-        (tp 64 on 64 of 72). On `local` axes left at None are 1.
+        The layout may use fewer GPUs than the machine has.
 
         Raises:
-            LayoutError: the product cannot be laid on the machine; the message names what works.
+            LayoutError: a size below 1, or a layout that needs more GPUs than the machine has; the message names the
+              layouts that fit.
         """
         given = {axis: size for axis, size in zip(AXES, (dp, ep, tp), strict=True) if size is not None}
-        if not given:
-            return self
-        for axis, size in given.items():
-            if size < 1:
-                raise LayoutError(f"{axis} is {size}: a mesh axis has at least one device")
-        total, stated = self.topology.num_gpus, math.prod(given.values())
+        layout = replace(self.layout, **given)
+        total = self.topology.num_gpus
+        if layout.num_devices <= total:
+            return self.with_layout(layout)
         axes = " × ".join(f"{axis} {size}" for axis, size in given.items())
-        if stated > total:
-            raise LayoutError(f"{axes} needs {stated} GPUs and {self.name} has {total}")
-        fills_machine = self.layout.num_devices == total
-        if not fills_machine or len(given) == 3 or stated > total // 2:
-            sizes = dict.fromkeys(AXES, 1) | given
-        elif total % stated == 0:
-            sizes = self._fill(given, total // stated)
-        else:
-            divisors = ", ".join(str(d) for d in range(1, total + 1) if total % d == 0)
-            raise LayoutError(
-                f"{axes} does not divide the {total} GPUs of {self.name}: sizes that do are {divisors}. "
-                f"To use {total // stated * stated} of {total} GPUs, state all three axes"
-            )
-        return self.with_layout(replace(self.layout, **sizes))
+        if math.prod(given.values()) > total:
+            most = ", ".join(f"{axis} at most {max(1, total * size // math.prod(given.values()))}"
+                             for axis, size in given.items())  # fmt: skip
+            raise LayoutError(f"{axes} needs {math.prod(given.values())} GPUs and {self.name} has {total}: {most}")
+        kept = " × ".join(f"{axis} {size}" for axis, size in self.layout.axis_sizes.items() if axis not in given)
+        raise LayoutError(
+            f"{axes} beside the preset's {kept} needs {layout.num_devices} GPUs and {self.name} has {total}: state the "
+            f"other axes too, as in {self._fitting(given)}"
+        )
 
-    def _fill(self, given: dict[str, int], rest: int) -> dict[str, int]:
-        """Share `rest` among the axes that were not given."""
-        free = [axis for axis in AXES if axis not in given]
-        sizes = {axis: 1 for axis in free} | given
-        if "tp" in free and len(free) > 1:
-            sizes["tp"] = math.gcd(rest, self.layout.tp)
-            rest //= sizes["tp"]
-            free.remove("tp")
-        sizes["ep" if "ep" in free else free[0]] = rest
-        return sizes
+    def _fitting(self, given: dict[str, int]) -> str:
+        """The two layouts with the given sizes that are nearest to the preset's and have no room for more."""
+        own, rest = self.layout.axis_sizes, self.topology.num_gpus // math.prod(given.values())
+        # A divisor of the preset's tp divides what the preset's does: heads, vocabulary, widths.
+        sizes = {axis: [n for n in range(1, rest + 1) if axis != "tp" or own["tp"] % n == 0] for axis in AXES}
+        choices = [sizes[axis] if axis not in given else [given[axis]] for axis in AXES]
+        fit = [chosen for chosen in itertools.product(*choices) if math.prod(chosen) <= self.topology.num_gpus]
+        full = [a for a in fit if not any(a != b and all(x <= y for x, y in zip(a, b, strict=True)) for b in fit)]
+        full.sort(key=lambda a: sum(abs(math.log(n / own[axis])) for axis, n in zip(AXES, a, strict=True)))
+        layouts = [replace(self.layout, **dict(zip(AXES, chosen, strict=True))) for chosen in full[:2]]
+        return " or ".join(f"{a} ({a.num_devices} of {self.topology.num_gpus} GPUs)" for a in layouts)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -67,7 +67,7 @@ def run_sweep(options: SweepOptions) -> None:
     """Go over machines, concurrency, budget and context."""
     results = []
     for name in options.meshes or (options.mesh,):
-        machine = dataclasses.replace(options, mesh=name).machine()
+        machine = preset(name) if options.best_layout else dataclasses.replace(options, mesh=name).machine()
         for context in options.contexts:
             for load in options.concurrencies:
                 at = dataclasses.replace(options, context=context, concurrency=load)
@@ -95,7 +95,7 @@ class RecommendOptions(Place):
 
 def run_recommend(options: RecommendOptions) -> None:
     """The best layout for a goal, the runner-up and why. Axes and other layout options that are given stay fixed."""
-    machine = options.machine()
+    machine = preset(options.mesh)
     found = search.recommend(
         machine,
         options.scenario(machine, options.gpu),

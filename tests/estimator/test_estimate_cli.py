@@ -45,7 +45,13 @@ def test_options_reach_the_estimate(main, capsys, tmp_path):
     assert speed("--expert-counts", str(counts)) > base
     assert speed("--input-tokens", "8192") < base
     assert speed("--no-eplb") < base
-    assert speed("--context", "65536", "--split-cache", "--dp", "2") > speed("--context", "65536", "--dp", "2")
+    long = ("--context", "65536", "--dp", "2", "--ep", "1")
+    assert speed(*long, "--split-cache") > speed(*long)
+
+
+def test_a_search_keeps_the_axes_that_are_given_and_chooses_the_others(main, capsys):
+    main(["recommend", "--mesh", "nvl72", "--ep", "72", "--json"])
+    assert "ep 72 × tp 1" in json.loads(capsys.readouterr().out)["best"]["layout"]
 
 
 def test_table_shows_parts_limit_and_memory(main, capsys):
@@ -127,7 +133,7 @@ def test_the_smallest_machine_of_each_card(main, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("point", "--mesh", "nvl72", "--tp", "72"), "error: tp 72 does not divide attention heads 64"),
+        (("point", "--mesh", "nvl72", "--ep", "1", "--tp", "72"), "error: tp 72 does not divide attention heads 64"),
         (("point", "--mesh", "hgx-ib-36"), "use hgx-ib-32 or hgx-ib-40"),
         (("point", "--mesh", "nvl72", "--slots", "384"), "use 432, 504"),
         (("recommend", "--mesh", "hgx-ib-8", "--concurrency", "9000"), "holds 9000 requests of 8192 tokens"),

@@ -157,9 +157,9 @@ def test_prompts_take_their_share():
 @pytest.mark.parametrize(
     ("mesh", "axes", "message"),
     [
-        ("nvl72", {"tp": 72}, "tp sizes that work are 1, 2, 4, 8, 16, 32, 64"),
-        ("nvl36", {"tp": 36}, "does not divide attention heads 64"),
-        ("hgx-ib-24", {"tp": 24}, "does not divide attention heads 64"),
+        ("nvl72", {"ep": 1, "tp": 72}, "tp sizes that work are 1, 2, 4, 8, 16, 32, 64"),
+        ("nvl36", {"ep": 1, "tp": 36}, "does not divide attention heads 64"),
+        ("hgx-ib-24", {"ep": 1, "tp": 24}, "does not divide attention heads 64"),
     ],
 )
 def test_impossible_tp_is_refused_with_what_works(mesh, axes, message):

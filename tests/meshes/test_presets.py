@@ -60,22 +60,21 @@ def test_machines_that_do_not_exist_are_refused(name, message):
     ("name", "given", "axes"),
     [
         ("nvl72", {}, (1, 9, 8)),
-        ("nvl72", {"ep": 72}, (1, 72, 1)),
-        ("nvl72", {"dp": 9}, (9, 1, 8)),
-        ("nvl72", {"ep": 36}, (1, 36, 2)),
-        ("nvl72", {"tp": 4}, (1, 18, 4)),
-        ("nvl72", {"ep": 4}, (9, 4, 2)),
+        ("nvl72", {"ep": 6}, (1, 6, 8)),
+        ("nvl72", {"tp": 4}, (1, 9, 4)),
+        ("nvl72", {"ep": 4}, (1, 4, 8)),
+        ("nvl72", {"ep": 72, "tp": 1}, (1, 72, 1)),
+        ("nvl72", {"dp": 9, "ep": 1}, (9, 1, 8)),
         ("nvl72", {"dp": 2, "tp": 4}, (2, 9, 4)),
-        ("nvl72", {"dp": 2, "ep": 9}, (2, 9, 4)),
-        ("nvl72", {"tp": 64}, (1, 1, 64)),
+        ("nvl72", {"ep": 1, "tp": 64}, (1, 1, 64)),
         ("nvl72", {"dp": 1, "ep": 4, "tp": 16}, (1, 4, 16)),
-        ("hgx-ib-16", {"dp": 2}, (2, 1, 8)),
-        ("hgx-ib-16", {"ep": 16}, (1, 16, 1)),
+        ("hgx-ib-8", {"tp": 4}, (1, 1, 4)),
+        ("hgx-ib-16", {"dp": 2, "ep": 1}, (2, 1, 8)),
         ("local", {"tp": 4}, (1, 1, 4)),
         ("local", {"ep": 2, "tp": 2}, (1, 2, 2)),
     ],
 )
-def test_axes_left_open_fill_the_machine(name, given, axes):
+def test_axes_left_open_keep_the_presets(name, given, axes):
     layout = preset(name).with_axes(**given).layout
     assert tuple(layout.axis_sizes.values()) == axes
 
@@ -83,8 +82,16 @@ def test_axes_left_open_fill_the_machine(name, given, axes):
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
-        ("nvl72", {"tp": 16}, "tp 16 does not divide the 72 GPUs.*1, 2, 3, 4, 6, 8, 9.*64 of 72"),
+        (
+            "nvl72",
+            {"tp": 16},
+            "^tp 16 beside the preset's dp 1 × ep 9 needs 144 GPUs and nvl72 has 72: state the other axes too, as in "
+            "dp 1 × ep 4 × tp 16",
+        ),
+        ("hgx-ib-8", {"ep": 5}, r"ep 5 beside .* as in dp 1 × ep 5 × tp 1 \(5 of 8 GPUs\)$"),
+        ("nvl72", {"dp": 2}, r"as in dp 2 × ep 9 × tp 4 \(72 of 72 GPUs\) or dp 2 × ep 4 × tp 8 \(64 of 72 GPUs\)$"),
         ("nvl72", {"dp": 2, "ep": 9, "tp": 8}, "needs 144 GPUs and nvl72 has 72"),
+        ("nvl72", {"dp": 2, "ep": 72}, "dp 2 × ep 72 needs 144 GPUs and nvl72 has 72: dp at most 1, ep at most 36$"),
         ("local", {"tp": 16}, "needs 16 GPUs and local has 8"),
         ("nvl72", {"tp": 0}, "tp is 0"),
     ],
@@ -96,7 +103,7 @@ def test_axes_that_do_not_fit_are_refused(name, given, message):
 
 def test_overriding_axes_keeps_the_rest_of_the_layout():
     wide = preset("nvl72").with_layout(Layout(ep=9, tp=8, experts="width", exchange="alltoall"))
-    layout = wide.with_axes(dp=9).layout
+    layout = wide.with_axes(dp=9, ep=1).layout
     assert (layout.experts, layout.exchange, layout.dp) == ("width", "alltoall", 9)
 
 
@@ -154,10 +161,10 @@ def test_links_that_axes_cross():
     assert hgx.span("dp").link == "none"
     assert (hgx.span("ep", "tp").size, hgx.span("ep", "tp").domains) == (16, 2)
     assert rack.span("ep", "tp").link == "local"
-    both = preset("hgx-ib-16").with_axes(tp=16)
+    both = preset("hgx-ib-16").with_axes(ep=1, tp=16)
     assert (both.span("tp").domains, both.span("tp").size_per_domain) == (2, 8)
     # Groups along dp with stride 1 stay inside a node although dp is the outer axis.
-    assert preset("hgx-ib-8").with_axes(dp=4).span("dp").link == "local"
+    assert preset("hgx-ib-8").with_axes(dp=4, tp=2).span("dp").link == "local"
     with pytest.raises(ValueError, match="no mesh axis 'pp'"):
         rack.span("pp")
 

@@ -41,7 +41,7 @@ LAYOUTS = {
     "nvl72 ep 9": preset("nvl72"),
     "nvl72 ep 72": preset("nvl72").with_axes(dp=1, ep=72, tp=1),
     "nvl72 dp 9": preset("nvl72").with_axes(dp=9, ep=1, tp=8),
-    "nvl72 tp 64": preset("nvl72").with_axes(tp=64),
+    "nvl72 tp 64": preset("nvl72").with_axes(ep=1, tp=64),
 }
 
 

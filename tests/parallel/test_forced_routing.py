@@ -53,7 +53,7 @@ MACHINES = {
     "nvl72": NVL72,
     "nvl72 ep 72": NVL72.with_axes(dp=1, ep=72, tp=1),
     "nvl72 dp 9": NVL72.with_axes(dp=9, ep=1, tp=8),
-    "nvl72 tp 64": NVL72.with_axes(tp=64),
+    "nvl72 tp 64": NVL72.with_axes(ep=1, tp=64),
 }
 KINDS = ("four experts", "one rank", "padded neighbours", "idle rank")
 

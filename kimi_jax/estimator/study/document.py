@@ -139,7 +139,7 @@ def _verdict() -> Iterator[str]:
             f"one node with the attention data-parallel and experts sharded inside it. tp 8 replicas repeat the latent "
             f"cache eight times; experts sharded over nodes wait for InfiniBand."
         )
-    low, high = _tree_gain("hgx", 8, {"tp": 8}, 1), _tree_gain("hgx", 8, {"ep": 8}, 2048)
+    low, high = _tree_gain("hgx", 8, {"tp": 8}, 1), _tree_gain("hgx", 8, {"ep": 8, "tp": 1}, 2048)
     wide_tree = _tree_gain("nvl", 72, {"dp": 1, "ep": 1, "tp": 64}, 1)
     yield (
         f"- **Draft trees.** One stream on one node decodes {low.gain:.1f} times as fast with a draft as without, best "
@@ -273,8 +273,8 @@ def _trees() -> Iterator[str]:
     yield ""
     header = ("layout", "requests", "no draft", "7 nodes", "16 nodes", "32 nodes", "best", "gain over no draft")
     places: tuple[tuple[Family, int, dict[str, int]], ...] = (
-        ("hgx", 8, {"tp": 8}), ("hgx", 8, {"ep": 8}), ("nvl", 72, {"dp": 1, "ep": 1, "tp": 64}),
-        ("nvl", 72, {"ep": 9}), ("nvl", 72, {"ep": 72}),
+        ("hgx", 8, {"tp": 8}), ("hgx", 8, {"ep": 8, "tp": 1}), ("nvl", 72, {"dp": 1, "ep": 1, "tp": 64}),
+        ("nvl", 72, {"ep": 9}), ("nvl", 72, {"ep": 72, "tp": 1}),
     )  # fmt: skip
     rows = []
     for family, gpus, axes in places:

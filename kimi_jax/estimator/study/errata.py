@@ -66,7 +66,7 @@ def errata() -> Iterator[str]:
 
 def _refusal() -> str:
     try:
-        check_model_layout(preset("nvl72").with_axes(tp=72), k26())
+        check_model_layout(preset("nvl72").with_axes(ep=1, tp=72), k26())
     except LayoutError as error:
         return str(error)
     raise AssertionError("tp 72 was not refused")
