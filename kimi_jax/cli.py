@@ -19,6 +19,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from kimi_jax import compilation_cache
 from kimi_jax.checkpoint import hub
 from kimi_jax.config import ModelConfig
 from kimi_jax.drafter.config import DrafterConfig
@@ -38,6 +39,12 @@ BUNDLED_DRAFTER = ASSETS / "small_drafter"
 """Drafts for the bundled checkpoint."""
 
 Dtype = Literal["auto", "bfloat16", "float32"]
+NoCache = Annotated[
+    bool,
+    tyro.conf.FlagCreatePairsOff,
+    tyro.conf.arg(help="Compile everything anew: use none of the programs that earlier runs left in the cache folder."),
+]
+"""The option that leaves JAX's compilation cache unused."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +89,12 @@ class EngineOptions(MeshOptions):
     sharded checkpoint has them."""
     workers: int = 8
     """Threads of each process that read the checkpoint; network storage often wants more."""
+    no_cache: NoCache = False
+
+    @property
+    def uses_cache(self) -> bool:
+        """Whether compiled programs are kept for later runs, and those of earlier ones used."""
+        return not self.no_cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +121,7 @@ def open_engine(options: EngineOptions, console: Console, drafter: Path | None =
     console.quiet |= not process.prints
     check_configurations(options.checkpoint, machine.layout, drafter)
     use_cpu_if_no_gpu()
+    compilation_cache.switch(options.uses_cache)
     import jax.numpy as jnp  # after the platform is known, or the CUDA plugin would log its search for a driver
 
     from kimi_jax.decoding.engine import open_checkpoint

@@ -6,8 +6,11 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 
+import atexit
 import dataclasses
 import functools
+import shutil
+import tempfile
 from pathlib import Path
 
 import jax
@@ -27,6 +30,10 @@ from meshes.devices import build_mesh
 from meshes.presets import preset
 
 jax.config.update("jax_num_cpu_devices", 72)
+
+if "PYTEST_XDIST_WORKER" not in os.environ:  # commands share compiled programs in a folder that goes with the session
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="kimi_jax_tests_")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 TESTS = Path(__file__).parent
 DATA = TESTS / "data"

@@ -21,10 +21,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from kimi_jax import compilation_cache
 from kimi_jax.cli import (
     BUNDLED_CHECKPOINT,
     BUNDLED_DRAFTER,
     EngineOptions,
+    NoCache,
     errors_in_one_line,
     open_engine,
     table_console,
@@ -189,6 +191,7 @@ class KernelOptions:
     interpret: str | None = None
     """Check the values of this card's kernels (h200, gb300) in the interpreter instead, on any machine: small shapes,
     and nothing is timed."""
+    no_cache: NoCache = False
     json: bool = False
     """Print one JSON object instead of a table."""
 
@@ -198,6 +201,7 @@ def kernels(options: KernelOptions) -> None:
     status = Console(stderr=True, quiet=options.json)
     with errors_in_one_line(Console(stderr=True)):
         has_gpu = use_cpu_if_no_gpu()
+        compilation_cache.switch(not options.no_cache)
         if options.interpret:
             os.environ.setdefault("PJRT_NPROC", "32")  # the interpreter blocks a thread of XLA's pool for each warp
 

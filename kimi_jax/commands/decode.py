@@ -98,6 +98,11 @@ class Options(EngineOptions):
     json: bool = False
     """Print one JSON object at the end instead of streaming text."""
 
+    @property
+    def uses_cache(self) -> bool:
+        """Not for a dump: the compiler writes nothing of a program that it does not compile."""
+        return super().uses_cache and self.xla_dump is None
+
 
 def gather_prompts(options: Options) -> list[Prompt]:
     """Prompts from the arguments and the file, or from standard input."""

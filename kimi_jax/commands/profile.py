@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from rich.console import Console
 
+from kimi_jax import compilation_cache
 from kimi_jax.cli import (
     BUNDLED_CHECKPOINT,
     BUNDLED_DRAFTER,
     EngineOptions,
+    NoCache,
     errors_in_one_line,
     open_engine,
     quiet_compiler,
@@ -92,6 +94,7 @@ class Options:
     """Also write the report with plots as an HTML file."""
     json: bool = False
     """Print one JSON object instead of tables."""
+    no_cache: NoCache = False
     processes: ProcessOptions = dataclasses.field(default_factory=ProcessOptions)
 
     def preset(self) -> Preset:
@@ -135,6 +138,7 @@ def compile_absent(options: Options, gpu: str, status: Console) -> "Report":
     config = k26() if options.checkpoint is None else ModelConfig.from_json(options.checkpoint)
     given = None if options.drafter is None else DrafterConfig.from_json(options.drafter)
     quiet_compiler()
+    compilation_cache.switch(False)  # the report is on what the compiler says
     use_cpu_if_no_gpu()  # before jax starts: its CUDA plugin then registers without a driver, to compile only
 
     from kimi_jax.profiling.case import Case, kimi_drafter, with_layers
@@ -182,6 +186,7 @@ def measure(options: Options, status: Console) -> "tuple[Report, Live]":
     engine_options = EngineOptions(
         options.checkpoint or BUNDLED_CHECKPOINT, machine.name, layout.dp, layout.ep, layout.tp,
         experts=layout.experts, exchange=options.exchange, cache=layout.cache, processes=options.processes,
+        no_cache=options.no_cache or options.xla_dump is not None,
     )  # fmt: skip
     drafter = options.drafter or (BUNDLED_DRAFTER if bundled and options.budget else None)
     if drafter is None and options.budget:

@@ -16,7 +16,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from kimi_jax.cli import check_configurations, errors_in_one_line
+from kimi_jax import compilation_cache
+from kimi_jax.cli import NoCache, check_configurations, errors_in_one_line
 from kimi_jax.text_files import write_text
 from meshes.devices import use_cpu_if_no_gpu
 from meshes.presets import Layout
@@ -53,6 +54,7 @@ class Common:
     """Steps between evaluations on held-out prompts."""
     plot: Path | None = None
     """Draw the run's figures into this PNG (needs matplotlib)."""
+    no_cache: NoCache = False
 
     @property
     def layout(self) -> Layout:
@@ -96,6 +98,7 @@ class Scores:
     """Draft tree nodes to measure beside the chain."""
     output: Path | None = None
     """Write the figures here as JSON."""
+    no_cache: NoCache = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +113,7 @@ class Routing:
     """Held-out texts over all families."""
     output: Path | None = None
     """Write the figures here as JSON."""
+    no_cache: NoCache = False
 
 
 Command = (
@@ -148,16 +152,17 @@ def report(console: Console, log: list[dict[str, Any]], figures: list[str], plot
         console.print(f"plot: {plot}")
 
 
-def open_target(target: Path, drafter: Path | None = None):
+def open_target(options: Drafter | Scores | Routing, drafter: Path | None = None):
     """The checkpoint on one device, in float32."""
-    check_configurations(target, Layout(), drafter)
+    check_configurations(options.target, Layout(), drafter)
     use_cpu_if_no_gpu()
+    compilation_cache.switch(not options.no_cache)
     import jax.numpy as jnp
 
     from kimi_jax.decoding.engine import open_checkpoint
     from kimi_jax.training.recipes import training_mesh
 
-    return open_checkpoint(target, training_mesh(Layout()), Layout(), jnp.float32, drafter)
+    return open_checkpoint(options.target, training_mesh(Layout()), Layout(), jnp.float32, drafter)
 
 
 def train(options: Target | Drafter, console: Console) -> None:
@@ -167,6 +172,7 @@ def train(options: Target | Drafter, console: Console) -> None:
     if isinstance(options, Drafter):
         check_configurations(options.target, Layout())
     use_cpu_if_no_gpu()
+    compilation_cache.switch(not options.no_cache)
     import jax
 
     if options.layout.num_devices > 1:
@@ -186,7 +192,7 @@ def train(options: Target | Drafter, console: Console) -> None:
         if options.output:
             target_run.export(options.directory, options.output)
     else:
-        engine = open_target(options.target)
+        engine = open_target(options)
         loss = DraftLoss(options.loss, options.gamma, options.alpha)
         run = DrafterRun(seed=options.seed, loss=loss, texts=options.texts)
         run = dataclasses.replace(run, recipe=changed(run.recipe, options))
@@ -205,7 +211,7 @@ def train(options: Target | Drafter, console: Console) -> None:
 
 def measure_scores(options: Scores, console: Console) -> dict[str, Any]:
     """Exact match and acceptance lengths by family."""
-    engine = open_target(options.target, options.drafter)
+    engine = open_target(options, options.drafter)
 
     from kimi_jax.decoding.engine import PLAIN, Draft
     from kimi_jax.evaluation.tasks import score, together
@@ -229,7 +235,7 @@ def measure_scores(options: Scores, console: Console) -> dict[str, Any]:
 
 def measure_routing(options: Routing, console: Console) -> dict[str, Any]:
     """Expert popularity and the experts that tree rows touch."""
-    engine = open_target(options.target, options.drafter)
+    engine = open_target(options, options.drafter)
 
     from kimi_jax.training.recipes import routing_statistics
 
