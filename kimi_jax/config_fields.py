@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from kimi_jax.checkpoint.errors import require_finished
+
 MAX_INT32 = 2**31 - 1
 MAX_WIDTH = 2**20
 """Far above any size of a published model; a number beyond it is damage."""
@@ -100,9 +102,16 @@ def token_ids(fields: Fields, name: str, vocab_size: int) -> set[int]:
 
 
 def read_config[Config](path: str | Path, where: str, parse: Callable[[Any], Config]) -> Config:
-    """Parses a config.json, or the one in a folder. Raises ConfigError naming the file; `where` says what holds one."""
+    """Parses a config.json, or the one in a folder; `where` says what holds one.
+
+    Raises:
+      ConfigError: naming the file.
+      CheckpointError: a checkpoint's folder that was never finished.
+    """
     path = Path(path)
-    path = path if path.suffix == ".json" else path / "config.json"
+    if path.suffix != ".json":
+        require_finished(path)
+        path = path / "config.json"
     try:
         raw = json.loads(path.read_text())
     except FileNotFoundError:

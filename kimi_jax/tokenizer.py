@@ -112,8 +112,7 @@ class Tokenizer:
         special = {i: names.get(i, f"<|reserved_token_{i}|>") for i in range(self.n_base, self.vocab_size)}
         self.special_ids: Mapping[str, int] = {name: i for i, name in special.items()}
         if len(self.special_ids) != N_SPECIAL:
-            twice = sorted({name for name in special.values() if list(special.values()).count(name) > 1})
-            raise TokenizerError(f"special token names used for two ids: {', '.join(twice)}")
+            raise TokenizerError(f"added_tokens_decoder: {_named_twice(special)}")
         self._bytes = [b""] * self.n_base + [name.encode() for name in special.values()]
         for token, rank in ranks.items():
             self._bytes[rank] = token
@@ -143,7 +142,10 @@ class Tokenizer:
                 f"{directory}: the tokenizer has {len(ranks) + N_SPECIAL} ids but the model's vocab_size is "
                 f"{vocab_size}; take both from the same checkpoint"
             )
-        return cls(ranks, names, shown)
+        try:
+            return cls(ranks, names, shown)
+        except TokenizerError as error:
+            raise TokenizerError(f"{config}: {error}; take the file from the checkpoint") from None
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Ids of `text`.
@@ -295,6 +297,14 @@ def _merge(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
             return parts
         _, i = min(joins)
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
+
+
+def _named_twice(special: Mapping[int, str]) -> str:
+    first: dict[str, int] = {}
+    for i, name in special.items():
+        if first.setdefault(name, i) != i:
+            return f"{name!r} is the name of the ids {first[name]} and {i}; a special token has one"
+    raise AssertionError("every name is of one id")
 
 
 def _existing(directory: Path, name: str) -> Path:

@@ -179,7 +179,10 @@ def test_broken_vocabulary_is_refused_with_its_line(directory, tmp_path, change,
             "'<x>' has id 5, outside",
         ),
         (lambda config: config["added_tokens_decoder"].update({"9999": {"content": "<x>"}}), "has id 9999, outside"),
-        (lambda config: config["added_tokens_decoder"].update({"400": {"content": "<think>"}}), "two ids: <think>"),
+        (
+            lambda config: config["added_tokens_decoder"].update({"400": {"content": "<think>"}}),
+            "added_tokens_decoder: .<think>. is the name of the ids 400 and 404",
+        ),
     ],
 )
 def test_broken_config_is_refused(directory, tmp_path, change, message):

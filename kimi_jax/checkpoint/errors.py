@@ -1,5 +1,20 @@
-"""The error of everything that reads or writes checkpoints; in a module of its own, which imports nothing."""
+"""The error of everything that reads or writes checkpoints, and the mark of those that are not finished."""
+
+from pathlib import Path
+
+UNFINISHED_SUFFIX = ".incomplete"
+"""Of a folder's name until it is complete."""
+UNFINISHED_NAME = "INCOMPLETE"
+"""File of a folder until it is complete, whatever the folder is called."""
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be loaded or written, with the file, the tensor and the cause."""
+
+
+def require_finished(directory: Path) -> None:
+    """Raises CheckpointError where the writing of a checkpoint or drafter folder was cut, or goes on."""
+    marker = directory / UNFINISHED_NAME
+    if marker.exists() or (directory.name.endswith(UNFINISHED_SUFFIX) and directory.is_dir()):
+        what = f"{marker} says that" if marker.exists() else f"{directory}: its name says that"
+        raise CheckpointError(f"{what} the folder was never finished; parts of it are blank, so write it again")

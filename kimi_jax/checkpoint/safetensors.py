@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Self
 import jax.numpy as jnp
 import numpy as np
 
-from kimi_jax.checkpoint.errors import CheckpointError
+from kimi_jax.checkpoint.errors import CheckpointError, require_finished
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -84,9 +84,10 @@ def open_checkpoint(directory: str | Path) -> dict[str, Tensor]:
 
     Raises:
       CheckpointError: a missing, truncated, overlong or unreadable file; a header that breaks the format; an index and
-        headers that disagree; an index that names anything but files of this folder.
+        headers that disagree; an index that names anything but files of this folder; a folder never finished.
     """
     directory = Path(directory)
+    require_finished(directory)
     index = directory / INDEX_NAME
     if not os.path.lexists(index):
         single = directory / SINGLE_NAME

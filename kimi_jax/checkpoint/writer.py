@@ -1,7 +1,7 @@
 """Writes the HF layout: one safetensors shard a layer, one for the rest, the index and config.json.
 
 Each process writes the bytes its devices hold, at their offsets, one array at a time. The folder appears under its name
-when it is complete, never before.
+when it is complete, never before; until then a marker stands in it, and its index and config.json are missing.
 """
 
 import json
@@ -19,12 +19,14 @@ from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
 from kimi_jax import parameters as declared
-from kimi_jax.checkpoint.errors import CheckpointError
+from kimi_jax import text_files
+from kimi_jax.checkpoint.errors import UNFINISHED_NAME, UNFINISHED_SUFFIX, CheckpointError
 from kimi_jax.checkpoint.safetensors import DTYPE_BYTES, INDEX_NAME, NUMPY_DTYPES, encode_header
 from kimi_jax.parallel.placement import EMPTY, SlotExperts, slots_of_layer
 from kimi_jax.parameters import Declaration, Parameters
 from kimi_jax.quantization import CODES_PER_WORD, Int4Weight
 
+CONFIG_NAME = "config.json"
 SAFETENSORS_NAMES = {kind: name for name, kind in NUMPY_DTYPES.items()}
 
 
@@ -137,10 +139,7 @@ class Writer:
                 with open(file, "xb") as stream:
                     stream.write(header)
                     stream.truncate(len(header) + body)
-        if jax.process_index() == 0:
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (self._partial / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True))
-            (self._partial / "config.json").write_text(json.dumps(self._config_json, indent=2, sort_keys=True))
+        self._index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         barrier("checkpoint created")
         return self
 
@@ -197,7 +196,9 @@ class Writer:
         for name in self._shards:
             _sync(self._partial / name)
         barrier("checkpoint written")
-        publish(self._partial, self._directory)
+        last = {INDEX_NAME: self._index, CONFIG_NAME: self._config_json}
+        texts = {name: json.dumps(content, indent=2, sort_keys=True) for name, content in last.items()}
+        publish(self._partial, self._directory, texts)
 
 
 def _shape_key(packed_key: str) -> str:
@@ -220,27 +221,34 @@ def _sync(path: Path) -> None:
 
 
 def prepare(directory: Path, extra_files: Iterable[Path]) -> Path:
-    """Creates `DIRECTORY.incomplete` with copies of `extra_files`, from the first process, and returns its path.
+    """Creates `DIRECTORY.incomplete`, from the first process, and returns its path.
+
+    It holds the marker of what is not finished and copies of `extra_files`, but for config.json: see `publish`.
 
     Raises:
       CheckpointError: the folder itself exists and is not empty.
     """
-    partial = directory.with_name(directory.name + ".incomplete")
+    partial = directory.with_name(directory.name + UNFINISHED_SUFFIX)
     if jax.process_index() == 0:
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise CheckpointError(f"{directory}: exists and is not an empty folder; name a new one")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
+        text_files.write_text(partial / UNFINISHED_NAME, "This folder is being written, or its writing was cut.\n")
         for extra in extra_files:
-            shutil.copyfile(extra, partial / extra.name)
+            if extra.name != CONFIG_NAME:
+                shutil.copyfile(extra, partial / extra.name)
     barrier("checkpoint folder")
     return partial
 
 
-def publish(partial: Path, directory: Path) -> None:
-    """Gives a complete folder its name; nothing has that name before."""
+def publish(partial: Path, directory: Path, last: Mapping[str, str]) -> None:
+    """Adds the files without which nothing loads, in their order, and gives the complete folder its name."""
     if jax.process_index() == 0:
+        for name, text in last.items():
+            text_files.write_text(partial / name, text)
         _sync(partial)
+        (partial / UNFINISHED_NAME).unlink()
         os.replace(partial, directory)
         _sync(directory.parent)
     barrier("checkpoint complete")

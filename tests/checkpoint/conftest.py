@@ -1,10 +1,8 @@
 """The bundled checkpoint, its model on meshes of the simulated devices, and the safetensors package's own reading."""
 
 import dataclasses
-import importlib.util
 import json
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -90,14 +88,3 @@ def make_mesh(dp=1, ep=1, tp=1) -> Mesh:
 @pytest.fixture(name="make_mesh")
 def _make_mesh():
     return make_mesh
-
-
-@pytest.fixture
-def convert():
-    """scripts/convert.py as a module."""
-    spec = importlib.util.spec_from_file_location("convert", DATA.parents[1] / "scripts" / "convert.py")
-    assert spec is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)  # pyright: ignore[reportOptionalMemberAccess]
-    yield module
-    del sys.modules[spec.name]

@@ -14,6 +14,7 @@ from rich.console import Console
 from kimi_jax.checkpoint import hub
 from kimi_jax.checkpoint.errors import CheckpointError
 from kimi_jax.checkpoint.hub import local_folder
+from kimi_jax.checkpoint.safetensors import open_checkpoint
 from kimi_jax.cli import EngineOptions, open_engine
 
 DATA = Path(__file__).parents[1] / "data"
@@ -147,6 +148,10 @@ def test_a_download_that_was_cut_keeps_the_files_it_had(server, download, tmp_pa
         download()
     (folder,) = (tmp_path / "cache").glob("*/snapshots/*")
     kept = {path.name for path in folder.iterdir()}
+    with pytest.raises(
+        CheckpointError, match=r"missing shard|not all in the cache|neither model\.safetensors\.index\.json nor"
+    ):
+        open_checkpoint(download(endpoint="http://127.0.0.1:9")[0])
     server.cut, server.down = None, False
     begun = len(server.requests)
     assert download()[0] == folder

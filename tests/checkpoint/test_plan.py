@@ -12,6 +12,7 @@ import pytest
 
 from kimi_jax.checkpoint.plan import plan, split_processes
 from kimi_jax.checkpoint.safetensors import open_checkpoint
+from kimi_jax.commands import convert
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.transformer import CausalLM
 from kimi_jax.parallel.placement import even_placement
@@ -173,15 +174,15 @@ def test_hgx_ib_reads_every_byte_once_and_puts_it_where_the_layout_says(k26, mak
         assert len(ranges) == 208_215
 
 
-def run_plan(convert, capsys, directory, **options):
+def run_plan(capsys, directory, **options):
     convert.run_plan(convert.PlanOptions(checkpoint=directory, **options))
     return capsys.readouterr().out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2, 18])
-def test_plan_command_on_nvl72(k26, convert, capsys, processes):
-    shown = json.loads(run_plan(convert, capsys, k26, mesh="nvl72", processes=processes, json=True))
+def test_plan_command_on_nvl72(k26, capsys, processes):
+    shown = json.loads(run_plan(capsys, k26, mesh="nvl72", processes=processes, json=True))
     assert shown["tensors"] == 208_550
     assert shown["files"] == 64
     assert shown["tensor_bytes"] == 595_148_192_736
@@ -197,8 +198,8 @@ def test_plan_command_on_nvl72(k26, convert, capsys, processes):
         assert read == experts * 60 * (ONE_EXPERT + SHAPES_PER_EXPERT) + dense + short_rows(tp_ranks)
 
 
-def test_plan_command_shows_a_table(tiny, convert, capsys):
-    shown = run_plan(convert, capsys, tiny.directory, mesh="hgx-ib", processes=2)
+def test_plan_command_shows_a_table(tiny, capsys):
+    shown = run_plan(capsys, tiny.directory, mesh="hgx-ib", processes=2)
     assert "512 tensors in 7 files" in shown
     assert "hgx-ib-16: dp 1 × ep 2 × tp 8" in shown
 

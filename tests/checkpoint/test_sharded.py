@@ -13,10 +13,12 @@ import pytest
 
 from kimi_jax.checkpoint import convert as conversion
 from kimi_jax.checkpoint.errors import CheckpointError
+from kimi_jax.checkpoint.safetensors import open_checkpoint as open_safetensors
 from kimi_jax.checkpoint.sharded import reader
 from kimi_jax.checkpoint.sharded.manifest import parts, read_manifest
 from kimi_jax.checkpoint.sharded.writer import save
 from kimi_jax.checkpoint.writer import leaf
+from kimi_jax.commands import convert
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.transformer import CausalLM
 from kimi_jax.parallel.eplb import save_placements
@@ -165,8 +167,13 @@ def test_a_conversion_that_dies_leaves_nothing_that_looks_complete(tiny, tmp_pat
     assert not target.exists()
     partial = tmp_path / "out.incomplete"
     assert (partial / "parts").exists()
-    with pytest.raises(CheckpointError, match=r"manifest.json: missing; a half-written checkpoint"):
-        restore(partial, tiny, make_mesh())
+    assert not {"config.json", "manifest.json"} & {path.name for path in partial.iterdir()}
+    for folder in (partial, shutil.copytree(partial, tmp_path / "renamed")):
+        for read in (read_manifest, open_safetensors, ModelConfig.from_json):
+            with pytest.raises(
+                CheckpointError, match=rf"{folder.name}/INCOMPLETE says that the folder was never finis"
+            ):
+                read(folder)
     to_orbax(tiny, target)
     assert not partial.exists()
 
@@ -259,7 +266,7 @@ def test_progress_counts_every_byte(tiny, converted, make_mesh):
     assert seen[-1] == (total, total)
 
 
-def test_convert_commands(tiny, convert, tmp_path, capsys):
+def test_convert_commands(tiny, tmp_path, capsys):
     """There and back through 24 slots, of which 8 are replicas, in another order in every layer."""
     slots = [*range(16), *range(8)]
     placements = [Placement(tuple(np.roll(slots, layer).tolist()), 16) for layer in range(tiny.config.num_moe_layers)]

@@ -1,6 +1,8 @@
 """What is written is read back, by the safetensors package and by the loader, byte for byte."""
 
 import json
+import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from kimi_jax import text_files
 from kimi_jax.checkpoint.errors import CheckpointError
+from kimi_jax.checkpoint.safetensors import open_checkpoint
 from kimi_jax.checkpoint.writer import Writer, leaf, save
+from kimi_jax.config import ModelConfig
+from kimi_jax.drafter.config import DrafterConfig
 from kimi_jax.parallel.placement import EMPTY, Placement, even_placement
 from kimi_jax.parameters import declarations
 
@@ -96,6 +102,36 @@ def writer(checkpoint, out):
     )
 
 
+def nothing_of_it_loads(tiny, partial):
+    """Neither under its own name nor under another, by no reader of the project, nor by others, who need the index."""
+    for folder in (partial, shutil.copytree(partial, partial.with_name("renamed"))):
+        unfinished = re.escape(str(folder)) + ".* the folder was never finished; parts of it are blank"
+        for read in (type(tiny)(folder).load, open_checkpoint, ModelConfig.from_json, DrafterConfig.from_json):
+            with pytest.raises(CheckpointError, match=unfinished):
+                read() if read.__name__ == "load" else read(folder)
+        assert not {"config.json", "model.safetensors.index.json"} & {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "config.json"])
+def test_a_writer_killed_at_its_last_files_leaves_the_marker(tiny, tmp_path, monkeypatch, name):
+    write_text = text_files.write_text
+
+    def die(path, text):
+        if path.name == name:
+            raise KeyboardInterrupt
+        write_text(path, text)
+
+    monkeypatch.setattr(text_files, "write_text", die)
+    with pytest.raises(KeyboardInterrupt):
+        save(
+            tmp_path / "out", tiny.load(), tiny.module(), config_json(tiny), tiny.config.key_prefix,
+            **options(tiny, even_placement(16, 1)),
+        )  # fmt: skip
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(CheckpointError, match="INCOMPLETE says that the folder was never finished"):
+        open_checkpoint(tmp_path / "out.incomplete")
+
+
 def test_a_writer_that_dies_leaves_nothing_that_looks_complete(tiny, tmp_path):
     parameters, out = tiny.load(), tmp_path / "out"
     several = list(declarations(tiny.module()))
@@ -109,7 +145,7 @@ def test_a_writer_that_dies_leaves_nothing_that_looks_complete(tiny, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         die_half_way()
     assert not out.exists()
-    assert (tmp_path / "out.incomplete").exists()
+    nothing_of_it_loads(tiny, tmp_path / "out.incomplete")
     with writer(tiny, out) as whole:  # starts anew over what was left
         for declaration in several:
             whole.add(declaration, leaf(parameters, declaration.path))

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from kimi_jax import parameters as declared
-from kimi_jax.checkpoint.errors import CheckpointError
+from kimi_jax.checkpoint.errors import UNFINISHED_NAME, CheckpointError, require_finished
 from kimi_jax.checkpoint.safetensors import describe
 from kimi_jax.parallel.placement import SlotExperts
 from kimi_jax.parameters import Declaration
@@ -58,6 +58,7 @@ def read_manifest(directory: str | Path) -> Manifest:
       CheckpointError: no manifest (half-written, or another format), another format version, files missing or cut.
     """
     directory = Path(directory)
+    require_finished(directory)
     path = directory / MANIFEST_NAME
     if not os.path.lexists(path):
         raise CheckpointError(f"{path}: missing; a half-written checkpoint, or none of this format; convert it again")
@@ -146,7 +147,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def copyable_files(directory: Path) -> list[Path]:
     """What belongs to a checkpoint besides its weights: configuration, tokenizer, licence."""
     weights = (".safetensors", ".safetensors.index.json")
-    ours = (MANIFEST_NAME, "checksums-")
+    ours = (MANIFEST_NAME, "checksums-", UNFINISHED_NAME)
     return [
         path
         for path in sorted(directory.iterdir())

@@ -3,11 +3,10 @@
 import dataclasses
 import itertools
 import json
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import jax
 import numpy as np
@@ -16,6 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from kimi_jax import parameters as declared
+from kimi_jax import text_files
 from kimi_jax.checkpoint.errors import CheckpointError
 from kimi_jax.checkpoint.sharded.manifest import (
     FORMAT,
@@ -29,7 +29,7 @@ from kimi_jax.checkpoint.sharded.manifest import (
     parts,
     same_or_by_layer,
 )
-from kimi_jax.checkpoint.writer import barrier, leaf, prepare, publish
+from kimi_jax.checkpoint.writer import CONFIG_NAME, barrier, leaf, prepare, publish
 from kimi_jax.parallel.placement import SlotExperts
 from kimi_jax.parameters import Parameters
 
@@ -85,6 +85,8 @@ class Writer:
         self._checksums: dict[str, dict[str, int]] = {}
 
     def __enter__(self) -> Self:
+        if jax.process_index() == 0:
+            self._config = {path.name: path.read_text() for path in self._extra_files if path.name == CONFIG_NAME}
         self._partial = prepare(self._directory, self._extra_files)
         return self
 
@@ -123,8 +125,11 @@ class Writer:
             return
         if self._missing:
             raise CheckpointError(f"{self._partial}: parts {sorted(self._missing)} were never written")
-        _write_json(self._partial / f"checksums-{jax.process_index()}.json", self._checksums)
+        text_files.write_text(
+            self._partial / f"checksums-{jax.process_index()}.json", json.dumps(self._checksums, indent=1)
+        )
         barrier("checkpoint written")
+        last = {}
         if jax.process_index() == 0:
             manifest = {
                 "format": FORMAT,
@@ -134,8 +139,8 @@ class Writer:
                 "arrays": {name: dataclasses.asdict(stored) for name, stored in self._arrays.items()},
                 "files": part_sizes(self._partial),
             }
-            _write_json(self._partial / MANIFEST_NAME, manifest)
-        publish(self._partial, self._directory)
+            last = {MANIFEST_NAME: json.dumps(manifest, indent=1), **self._config}
+        publish(self._partial, self._directory, last)
 
 
 def _shard_checksums(array: jax.Array, chunk: tuple[int, ...]) -> Iterator[tuple[str, int]]:
@@ -149,10 +154,3 @@ def _shard_checksums(array: jax.Array, chunk: tuple[int, ...]) -> Iterator[tuple
             part = data[tuple(slice(at, at + size) for at, size in zip(corner, chunk, strict=True))]
             number = tuple((start + at) // size for start, at, size in zip(starts, corner, chunk, strict=True))
             yield chunk_key(number), zlib.crc32(np.ascontiguousarray(part).view(np.uint8))
-
-
-def _write_json(path: Path, content: Any) -> None:
-    with open(path, "w") as stream:
-        json.dump(content, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
