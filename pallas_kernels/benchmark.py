@@ -1,82 +1,123 @@
-"""Both operations on the machine at hand: what each implementation computes, and how long it takes on a GPU."""
+"""How long the kernels take on the GPU at hand, beside its own copy bandwidth, the data sheet, and plain jax."""
 
+import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
 
-from meshes.hardware import GPUS, gpu
-from pallas_kernels.int4_moe import Target, current_target
-from pallas_kernels.int4_moe import benchmark as experts
-from pallas_kernels.int4_moe.shapes import SHAPES as EXPERT_SHAPES
-from pallas_kernels.timing import Case, Result, compare, copy_bytes_per_s, timed
-from pallas_kernels.tree_attention import benchmark as attention
-from pallas_kernels.tree_attention.selection import Device, current_device
-from pallas_kernels.tree_attention.shapes import SHAPES as ATTENTION_SHAPES
+from meshes.hardware import GPU
+from pallas_kernels.alternatives import ALTERNATIVES
+from pallas_kernels.operation import Device, Difference, Operation, differences
 
-OPERATIONS = ("int4_moe", "tree_attention")
-SIMULATED_CORES = 3
+SPREAD = 1e-3
+"""How much of a result is added to the input of the next call: each depends on the last, and none overflows."""
+SETS = 8
+SET_BYTES = 24e9
+"""At most, over all sets of operands."""
 
 
-def measure(
-    operations: Sequence[str], shapes: str, repeats: int, progress: Callable[[str], None]
-) -> tuple[dict[str, object], list[Result]]:
-    """Times every implementation on the shapes whose names match the regular expression; also says on what it ran.
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """One way to compute an operation at one shape."""
 
-    Raises:
-      ValueError: no shape has such a name.
+    operation: str
+    shape: str
+    implementation: str
+    note: str
+    """Why it was chosen, or why it did not run."""
+    difference: Difference | None = None
+    """From the reference in float32."""
+    us: float | None = None
+    """Microseconds a call."""
+    of_copy: float | None = None
+    """Necessary bytes over time, as a fraction of the card's own copy bandwidth."""
+    of_floor: float | None = None
+    """The data sheet's floor over time: the larger of bytes over bandwidth and operations over dense bfloat16 rate."""
+
+
+def shapes_of(operation: Operation, pattern: str) -> list[str]:
+    """Names of an operation's shapes that match a regular expression."""
+    return [name for name in operation.shapes if re.search(pattern, name)]
+
+
+def measure(operation: Operation, name: str, card: GPU | None, copy_rate: float, repeats: int) -> list[Timing]:
+    """Times what "auto" takes at a named shape on this device, and plain jax where that fits into memory.
+
+    The operands rotate over several sets, so that no call finds its own in the second-level cache.
     """
-    device, target = current_device(), current_target()
-    card = next((g for g in GPUS.values() if device.kind.startswith(g.device_kind)), None)
-    copy_rate = copy_bytes_per_s(repeats)
-    makers: dict[str, Callable[[], Case]] = {}
-    if "int4_moe" in operations:
-        makers |= {n: lambda n=n: experts.case(n, EXPERT_SHAPES[n], target) for n in experts.TIMED}
-    if "tree_attention" in operations:
-        makers |= {n: lambda n=n, s=s: attention.case(n, s, device) for n, s in ATTENTION_SHAPES.items()}
+    shape = operation.shapes[name]
+    choice = operation.choose(shape, jnp.bfloat16, Device.current())
+    first = operation.problem(shape)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(first))
+    problems = [first, *(operation.problem(shape, seed) for seed in range(1, min(SETS, int(SET_BYTES // held) or 1)))]
+    needs = [operation.necessary(shape, arguments) for arguments in problems]
+    necessary, flops = (statistics.mean(figures) for figures in zip(*needs, strict=True))
+    exact = jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, first)
+    want = jax.tree.leaves(jax.jit(operation.reference)(*exact))[0]
+
+    def first_output(*arguments: Any) -> jax.Array:
+        return jax.tree.leaves(operation.run(choice, *arguments))[0]
+
     results = []
-    for case in _cases(makers, shapes):
-        for implementation in case.calls:
-            progress(f"{case.operation} {case.shape} {implementation}")
-            results.append(timed(case, compare(case, implementation), card, copy_rate, repeats))
-    return {"device": device.kind, "jax": jax.__version__, "copy_bytes_per_s": copy_rate}, results
+    ways = {choice.implementation: (first_output, choice.reason), "plain jax": (ALTERNATIVES[operation.name], "")}
+    for implementation, (call, note) in ways.items():
+        try:
+            difference = differences([jax.jit(call)(*first)], [want])[0]
+            us = microseconds(call, first[0], [arguments[1:] for arguments in problems], repeats)
+        except jax.errors.JaxRuntimeError as error:  # a dense form does not fit
+            results.append(Timing(operation.name, name, implementation, str(error).splitlines()[0][:80]))
+            continue
+        floor = max(necessary / card.hbm_bytes_per_s, flops / card.bf16_flops_per_s) * 1e6 if card else None
+        results.append(
+            Timing(
+                operation.name,
+                name,
+                implementation,
+                note,
+                difference,
+                us,
+                of_copy=necessary / us / copy_rate * 1e6,
+                of_floor=floor / us if floor else None,
+            )
+        )
+    return results
 
 
-def interpret(
-    card: str, operations: Sequence[str], progress: Callable[[str], None]
-) -> tuple[dict[str, object], list[Result]]:
-    """The values of the kernels that a card would take, small shapes, in Mosaic's interpreter; nothing is timed.
-
-    Raises:
-      ValueError: the card is unknown or has no kernels.
-      RuntimeError: a race.
-    """
-    facts = gpu(card)
-    major, minor = facts.compute_capability
-    target = Target(facts.device_kind, f"{major}.{minor}", SIMULATED_CORES)
-    device = Device("gpu", facts.device_kind, SIMULATED_CORES)
-    if device.kernel is None or target.architecture is None:
-        raise ValueError(f"there are no kernels for {facts.device_kind}: give h200 or gb300")
-    params = plgpu.InterpretGPUParams(detect_races=True)
-    cases = []
-    if "int4_moe" in operations:
-        cases += [experts.case(n, s, target, interpret=True, sets=1) for n, s in experts.SMALL.items()]
-    if "tree_attention" in operations:
-        cases += [attention.case(n, s, device, interpret=params, sets=1) for n, s in attention.SMALL.items()]
-    results = []
-    with plgpu.force_gpu_interpret_mode(params):
-        for case in cases:
-            for implementation in case.calls:
-                progress(f"{case.operation} {case.shape} {implementation}")
-                results.append(compare(case, implementation))
-    return {"device": f"{facts.device_kind}, interpreted on a CPU", "jax": jax.__version__}, results
+def microseconds(call: Callable[..., jax.Array], x: jax.Array, sets: Sequence[Sequence[Any]], repeats: int) -> float:
+    """A call's time: of a program of calls that take the sets in turn, each on what the one before it gave."""
+    count = max(len(sets), 4)
+    return median_seconds(jax.jit(chain(call, count)), x, sets, repeats=repeats) / count * 1e6
 
 
-def _cases(makers: dict[str, Callable[[], Case]], shapes: str) -> Iterator[Case]:
-    """One at a time: a case holds gigabytes."""
-    names = [name for name in makers if re.search(shapes, name)]
-    if not names:
-        raise ValueError(f"no shape matches {shapes!r}; there are {', '.join(makers)}")
-    for name in names:
-        yield makers[name]()
+def chain(call: Callable[..., jax.Array], count: int) -> Callable[[jax.Array, Sequence[Sequence[Any]]], jax.Array]:
+    """A program of `count` calls that take the sets in turn, each on what the one before it gave."""
+
+    def run(x: jax.Array, sets: Sequence[Sequence[Any]]) -> jax.Array:
+        for i in range(count):
+            x = x + (SPREAD * call(x, *sets[i % len(sets)])).astype(x.dtype)
+        return x
+
+    return run
+
+
+def median_seconds(program: Callable[..., Any], *operands: Any, repeats: int) -> float:
+    """Median wall time of a compiled call, after two calls that warm up."""
+    for _ in range(2):
+        jax.block_until_ready(program(*operands))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(program(*operands))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def copy_bytes_per_s(repeats: int) -> float:
+    """Bytes read plus bytes written per second by a 4 GiB copy: what this card's memory gives a simple kernel."""
+    source = jnp.zeros((2**30,), jnp.int32)
+    return 2 * source.nbytes / median_seconds(jax.jit(lambda a: a + 1), source, repeats=repeats)

@@ -1,7 +1,6 @@
 """Which implementation each hot operation takes on a mesh, why, and whether it computes what it should."""
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +12,8 @@ from kimi_jax.parallel.exchange_choice import buffer_rows, used
 from kimi_jax.parallel.placement import Placement
 from meshes.presets import Layout
 from pallas_kernels import int4_moe, tree_attention
-
-if TYPE_CHECKING:
-    from jaxlib._jax import Device
+from pallas_kernels.operation import Choice, Device, self_check
+from pallas_kernels.registry import OPERATIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,35 +40,34 @@ def picks(
     capacity: int,
 ) -> list[Pick]:
     """For a step of `rows` rows on each of `requests` in the whole system, with caches of `capacity` positions."""
-    device = mesh.devices.flat[0]
-    target = int4_moe.target_of(device)
+    device, dtype = Device.of(mesh.devices.flat[0]), jnp.dtype(dtype)
     local_requests = -(-requests // (layout.dp * layout.ep))
-    width = config.moe_intermediate_size // (layout.tp if layout.experts == "width" else 1)
-    shape = int4_moe.Shape(
+    parts = layout.tp if layout.cache == "split" else 1
+    experts = int4_moe.Shape(
         rows=local_requests * rows * layout.ep,
         top_k=config.num_experts_per_tok,
         slots=placement.num_slots // layout.expert_ranks,
         hidden=config.hidden_size,
-        width=width,
+        width=config.moe_intermediate_size // (layout.tp if layout.experts == "width" else 1),
         num_experts=config.n_routed_experts,
     )
-    experts = int4_moe.plan(shape, jnp.dtype(dtype), target)
-    parts = layout.tp if layout.cache == "split" else 1
-    attention = tree_attention.choose(
+    attention = tree_attention.Shape(
         requests=local_requests,
         rows=rows,
         heads=config.num_attention_heads // layout.tp * parts,
         positions=capacity // parts,
         kv_lora_rank=config.kv_lora_rank,
         rope=config.qk_rope_head_dim,
-        dtype=dtype,
-        device=tree_attention.Device(device.platform, target.device_kind, target.core_count),
     )
     return [
-        Pick("experts", experts.implementation, experts.reason),
-        Pick("attention", attention.implementation, attention.reason),
+        _pick("experts", int4_moe.OPERATION.choose(experts, dtype, device)),
+        _pick("attention", tree_attention.OPERATION.choose(attention, dtype, device)),
         _exchange(config, placement, layout, local_requests * rows),
     ]
+
+
+def _pick(operation: str, choice: Choice) -> Pick:
+    return Pick(operation, choice.implementation, choice.reason)
 
 
 def _exchange(config: ModelConfig, placement: Placement, layout: Layout, rows: int) -> Pick:
@@ -82,12 +79,12 @@ def _exchange(config: ModelConfig, placement: Placement, layout: Layout, rows: i
     return Pick("exchange", used(layout, rows, top_k, slots), reason)
 
 
-def check(device: "Device") -> None:
+def check(device: jax.Device) -> None:
     """Compares the kernels this device would use with their references on small problems.
 
     Raises:
       RuntimeError: a kernel differs by more than rounding; nothing may rely on it.
     """
     with jax.default_device(device):
-        int4_moe.self_check(int4_moe.target_of(device))
-        tree_attention.self_check()
+        for operation in OPERATIONS.values():
+            self_check(operation, Device.of(device))

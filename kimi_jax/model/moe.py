@@ -50,7 +50,7 @@ class Experts(nnx.Module):
         self.gate_proj = int4_stack(slots, (width, hidden), ("expert_mlp", None), group)
         self.up_proj = int4_stack(slots, (width, hidden), ("expert_mlp", None), group)
         self.down_proj = int4_stack(slots, (hidden, width), (None, "expert_mlp"), group)
-        self.group_size, self.num_experts = group, config.n_routed_experts
+        self.num_experts = config.n_routed_experts
 
     @property
     def num_local(self) -> int:
@@ -61,11 +61,8 @@ class Experts(nnx.Module):
         self, x: Float[Array, "rows hidden"], slots: Int[Array, "rows top_k"], weights: Float[Array, "rows top_k"]
     ) -> Float[Array, "rows hidden"]:
         """Weighted sum over the slots this rank holds; other ids contribute nothing."""
-        gate, up, down = (_int4(projection) for projection in (self.gate_proj, self.up_proj, self.down_proj))
-        return int4_moe(
-            x, slots, weights, gate.packed, gate.scale, up.packed, up.scale, down.packed, down.scale,
-            group_size=self.group_size, num_experts=self.num_experts, dtype=x.dtype,
-        )  # fmt: skip
+        projections = (_int4(projection) for projection in (self.gate_proj, self.up_proj, self.down_proj))
+        return int4_moe(x, slots, weights, *projections, num_experts=self.num_experts, dtype=x.dtype)
 
 
 class RoutedExperts(Protocol):

@@ -1,18 +1,7 @@
 """INT4 group-32 mixture of experts: the specification, the GPU kernels and the function that picks between them."""
 
-from pallas_kernels.int4_moe.api import TOLERANCE, SelfCheck, int4_moe, self_check
-from pallas_kernels.int4_moe.plan import Implementation, Plan, Shape, Target, current_target, plan, target_of
+from pallas_kernels.int4_moe.api import OPERATION, int4_moe
+from pallas_kernels.int4_moe.reference import PackedWeight, Stack
+from pallas_kernels.int4_moe.selection import Shape
 
-__all__ = [
-    "TOLERANCE",
-    "Implementation",
-    "Plan",
-    "SelfCheck",
-    "Shape",
-    "Target",
-    "current_target",
-    "int4_moe",
-    "plan",
-    "self_check",
-    "target_of",
-]
+__all__ = ["OPERATION", "PackedWeight", "Shape", "Stack", "int4_moe"]

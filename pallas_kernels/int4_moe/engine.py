@@ -12,14 +12,6 @@ from pallas_kernels.int4_moe.registers import register_function
 from pallas_kernels.int4_moe.tile import GROUP, UNIT, Tile
 
 
-def swizzled(columns: int, itemsize: int) -> tuple[Any, ...]:
-    """Shared-memory layout whose rows of `columns` are swizzled over the banks."""
-    return (
-        plgpu.TilingTransform((8, columns)),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(columns * itemsize),  # pyright: ignore[reportAbstractUsage]
-    )
-
-
 class Engine:
     """One way to multiply a stage; `multiply` runs an item's k steps and returns both units' (64, n) sums.
 

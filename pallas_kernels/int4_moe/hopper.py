@@ -8,8 +8,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.int4_moe.engine import Engine, dequantizers, swizzled
+from pallas_kernels.int4_moe.engine import Engine, dequantizers
 from pallas_kernels.int4_moe.tile import UNIT
+from pallas_kernels.mosaic import swizzled
 
 
 class Hopper(Engine):

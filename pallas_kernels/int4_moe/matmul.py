@@ -14,39 +14,43 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, BFloat16, Float, Int
+from jaxtyping import Array, BFloat16, Float
 
 from pallas_kernels.int4_moe import registers
 from pallas_kernels.int4_moe.blackwell import Blackwell
-from pallas_kernels.int4_moe.engine import Engine, swizzled
+from pallas_kernels.int4_moe.engine import Engine
 from pallas_kernels.int4_moe.hopper import Hopper
+from pallas_kernels.int4_moe.reference import PackedWeight
 from pallas_kernels.int4_moe.registers import register_function
 from pallas_kernels.int4_moe.routing import Groups
 from pallas_kernels.int4_moe.tile import GROUP, UNIT, EngineName, Kind, Tile
 from pallas_kernels.int4_moe.warp import Warp
+from pallas_kernels.mosaic import store, swizzled
 
-_ENGINES: dict[EngineName, type[Engine]] = {"mma": Warp, "wgmma": Hopper, "tcgen05": Blackwell}
+_ENGINES: dict[EngineName, type[Engine]] = {"warp": Warp, "hopper": Hopper, "blackwell": Blackwell}
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """How many persistent CTAs, and whether the interpreter runs them."""
+    """How many persistent CTAs, and the interpreter's parameters where it runs them."""
 
     ctas: int
-    interpret: bool = False
-
-
-Weights = tuple[Int[Array, "slots out in_words"], BFloat16[Array, "slots out groups"]]
+    interpret: plgpu.InterpretGPUParams | None = None
 
 
 def gate_up(
-    x: BFloat16[Array, "grouped hidden"], groups: Groups, gate: Weights, up: Weights, tile: Tile, launch: Launch
+    x: BFloat16[Array, "grouped hidden"],
+    groups: Groups,
+    gate: PackedWeight,
+    up: PackedWeight,
+    tile: Tile,
+    launch: Launch,
 ) -> BFloat16[Array, "grouped width"]:
     """silu(gate x) · up x of every active tile, in pair order, from activations in pair order.
 
     With `tile.split` > 1 the shares are summed and the activation applied outside the kernel.
     """
-    width = gate[0].shape[1]
+    width = gate.packed.shape[1]
     if tile.split == 1:
         return _grouped(x, groups, (gate, up), tile, launch, "gate_up")
     partial = jnp.sum(_grouped(x, groups, (gate, up), tile, launch, "gate_up"), axis=0)
@@ -54,16 +58,18 @@ def gate_up(
 
 
 def down(
-    x: BFloat16[Array, "grouped width"], groups: Groups, weights: Weights, tile: Tile, launch: Launch
+    x: BFloat16[Array, "grouped width"], groups: Groups, weights: PackedWeight, tile: Tile, launch: Launch
 ) -> Float[Array, "split grouped hidden"]:
     """Every active tile times its expert's down projection, in shares of k, from activations in pair order."""
     return _grouped(x, groups, (weights, weights), tile, launch, "down")
 
 
-def _grouped(x, groups: Groups, units: tuple[Weights, Weights], tile: Tile, launch: Launch, kind: Kind) -> jax.Array:
+def _grouped(
+    x: jax.Array, groups: Groups, units: tuple[PackedWeight, PackedWeight], tile: Tile, launch: Launch, kind: Kind
+) -> jax.Array:
     n, wgs, k_step, stages, split = tile.rows, tile.warpgroups, tile.k_step, tile.stages, tile.split
     grouped, k = x.shape
-    out_rows = units[0][0].shape[1]
+    out_rows = units[0].packed.shape[1]
     block = UNIT * wgs  # weight rows of one unit across the CTA
     m_rows = block if kind == "gate_up" else 2 * block  # weight rows a work item takes from one matrix
     m_blocks, k_steps = out_rows // m_rows, k // k_step // split
@@ -75,17 +81,18 @@ def _grouped(x, groups: Groups, units: tuple[Weights, Weights], tile: Tile, laun
     flat_scales = step_groups < 8
     assert not flat_scales or k_step == k, (k_step, k)
     scale_rows, scale_columns = registers.scale_shape(block, step_groups)
-    if flat_scales:
-        (w0, s0), (w1, s1) = units
-        units = (w0, s0.reshape(s0.shape[0], -1, 8)), (w1, s1.reshape(s1.shape[0], -1, 8))
+    scales = [unit.scale.reshape(unit.scale.shape[0], -1, 8) if flat_scales else unit.scale for unit in units]
     fused = kind == "gate_up" and split == 1
     out_dtype = jnp.dtype("bfloat16") if fused else jnp.dtype("float32")
     out_columns = 2 * out_rows if kind == "gate_up" and not fused else out_rows
     out_type = jax.ShapeDtypeStruct((grouped, out_columns) if fused else (split, grouped, out_columns), out_dtype)
-    engine = _ENGINES[tile.engine](tile, launch.interpret)
+    engine = _ENGINES[tile.engine](tile, launch.interpret is not None)
     out_layout = registers.PAIR_OUT if fused else registers.OUT
     as_output = register_function(
-        registers.single_columns, [registers.ACC], [((UNIT, n), jnp.float32, out_layout)], interpret=launch.interpret
+        registers.single_columns,
+        [registers.ACC],
+        [((UNIT, n), jnp.float32, out_layout)],
+        interpret=launch.interpret is not None,
     )
     ctas = launch.ctas
 
@@ -170,7 +177,7 @@ def _grouped(x, groups: Groups, units: tuple[Weights, Weights], tile: Tile, laun
         "x": plgpu.SMEM((stages, n, k_step), jnp.bfloat16, transforms=swizzled(64, 2)),
         "staging": plgpu.SMEM((wgs, n, UNIT), out_dtype),
         "full": plgpu.Barrier(num_arrivals=5, num_barriers=stages),
-        "empty": plgpu.Barrier(num_arrivals=wgs, num_barriers=stages, orders_tensor_core=tile.engine == "tcgen05"),
+        "empty": plgpu.Barrier(num_arrivals=wgs, num_barriers=stages, orders_tensor_core=tile.engine == "blackwell"),
         **engine.scratch,
     }
     return plgpu.kernel(
@@ -183,12 +190,5 @@ def _grouped(x, groups: Groups, units: tuple[Weights, Weights], tile: Tile, laun
         kernel_name=f"int4_{kind}",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(groups.tile_count, groups.tile_expert, x, *units[0], *units[1])
-
-
-def store(ref: Any, values: jax.Array) -> None:
-    """Registers to shared or device memory."""
-    if hasattr(plgpu, "store"):  # jax 0.12
-        plgpu.store(ref, values, optimized=False)
-    else:
-        ref[...] = values
+        interpret=launch.interpret,
+    )(groups.tile_count, groups.tile_expert, x, units[0].packed, scales[0], units[1].packed, scales[1])

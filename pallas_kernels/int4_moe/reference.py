@@ -6,7 +6,7 @@ one batched product; many go tile by tile along `routing`, with work proportiona
 in float32.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,27 @@ UNPACKED_WEIGHTS = 4_000_000
 TILE_ROWS = (8, 16, 32, 64, 128)
 
 Form = Literal["pairs", "dense", "tiles"]
+
+
+class PackedWeight(Protocol):
+    """A stack of INT4 matrices [slots, out, in] in the checkpoint's bits."""
+
+    @property
+    def packed(self) -> Int[Array, "slots out in_words"]:
+        """Eight codes a word, low nibble first."""
+        ...
+
+    @property
+    def scale(self) -> BFloat16[Array, "slots out groups"]:
+        """One for each group of 32 input values."""
+        ...
+
+
+class Stack(NamedTuple):
+    """The simplest `PackedWeight`."""
+
+    packed: Int[Array, "slots out in_words"]
+    scale: BFloat16[Array, "slots out groups"]
 
 
 def dequantize(
@@ -43,12 +64,9 @@ def int4_moe_reference(
     x: Float[Array, "rows hidden"],
     expert_ids: Int[Array, "rows top_k"],
     expert_weights: Float[Array, "rows top_k"],
-    gate_packed: Int[Array, "slots width hidden_words"],
-    gate_scale: BFloat16[Array, "slots width hidden_groups"],
-    up_packed: Int[Array, "slots width hidden_words"],
-    up_scale: BFloat16[Array, "slots width hidden_groups"],
-    down_packed: Int[Array, "slots hidden width_words"],
-    down_scale: BFloat16[Array, "slots hidden width_groups"],
+    gate: PackedWeight,
+    up: PackedWeight,
+    down: PackedWeight,
     *,
     form: Form | None = None,
 ) -> Float[Array, "rows hidden"]:
@@ -59,26 +77,27 @@ def int4_moe_reference(
     rows, hidden = x.shape
     if expert_ids.size == 0:
         return jnp.zeros((rows, hidden), jnp.float32)
-    weights = (gate_packed, gate_scale, up_packed, up_scale, down_packed, down_scale)
-    form = form or _form(expert_ids.size, gate_packed.shape[0], weights)
+    weights = (gate, up, down)
+    form = form or _form(expert_ids.size, gate.packed.shape[0], weights)
     compute = {"pairs": _by_pairs, "dense": _dense, "tiles": _by_tiles}[form]
     return compute(x, expert_ids, expert_weights, *weights)
 
 
 def _form(pairs: int, slots: int, weights) -> Form:
-    expert = 8 * sum(packed[0].size for packed in weights[::2])
+    expert = 8 * sum(weight.packed[0].size for weight in weights)
     if slots * expert <= UNPACKED_WEIGHTS:
         return "dense"
     return "pairs" if min(pairs, slots) * expert <= UNPACKED_WEIGHTS else "tiles"
 
 
 def _by_pairs(x, expert_ids, expert_weights, *weights):
-    slots = weights[0].shape[0]
+    slots = weights[0].packed.shape[0]
     here = (expert_ids >= 0) & (expert_ids < slots)
     expert = jnp.where(here, expert_ids, 0).reshape(-1)
 
-    def matmul(a: jax.Array, packed: jax.Array, scale: jax.Array) -> jax.Array:
-        return jnp.einsum("pk,pnk->pn", a, dequantize(packed[expert], scale[expert]), precision="highest")
+    def matmul(a: jax.Array, weight: PackedWeight) -> jax.Array:
+        unpacked = dequantize(weight.packed[expert], weight.scale[expert])
+        return jnp.einsum("pk,pnk->pn", a, unpacked, precision="highest")
 
     a = jnp.repeat(x.astype(jnp.float32), expert_ids.shape[1], axis=0)
     y = _expert(matmul, a, *weights).reshape(*expert_ids.shape, -1)
@@ -87,10 +106,10 @@ def _by_pairs(x, expert_ids, expert_weights, *weights):
     return jnp.sum(y, axis=1)
 
 
-def _dense(x, expert_ids, expert_weights, gate_packed, gate_scale, up_packed, up_scale, down_packed, down_scale):
-    both = (unpack_outputs(gate_packed, gate_scale), unpack_outputs(up_packed, up_scale))
-    gate_up, down = jnp.concatenate(both, axis=1), unpack_inputs(down_packed, down_scale)
-    return unpacked_moe(x, expert_ids, expert_weights, gate_up, down, slots=gate_packed.shape[0])
+def _dense(x, expert_ids, expert_weights, gate, up, down):
+    both = [unpack_outputs(weight.packed, weight.scale) for weight in (gate, up)]
+    gate_up, unpacked = jnp.concatenate(both, axis=1), unpack_inputs(down.packed, down.scale)
+    return unpacked_moe(x, expert_ids, expert_weights, gate_up, unpacked, slots=gate.packed.shape[0])
 
 
 def unpack_outputs(
@@ -111,7 +130,7 @@ def unpacked_moe(
     x: Float[Array, "rows hidden"],
     expert_ids: Int[Array, "rows top_k"],
     expert_weights: Float[Array, "rows top_k"],
-    gate_up: Float[Array, "hidden 2_slots_width"],
+    gate_up: Float[Array, "hidden gate_and_up"],
     down: Float[Array, "slots_width hidden"],
     *,
     slots: int,
@@ -136,7 +155,7 @@ def _unpack_transposed(packed, scale):
 
 
 def _by_tiles(x, expert_ids, expert_weights, *weights):
-    slots = weights[0].shape[0]
+    slots = weights[0].packed.shape[0]
     tile_rows = next((n for n in TILE_ROWS if expert_ids.size <= n * slots), TILE_ROWS[-1])
     groups = group_pairs(expert_ids, slots, tile_rows)
     grouped = gather_rows(x, groups, tile_rows).astype(jnp.float32)
@@ -144,16 +163,16 @@ def _by_tiles(x, expert_ids, expert_weights, *weights):
     def tile(i: jax.Array, y: jax.Array) -> jax.Array:
         expert = groups.tile_expert[i]
 
-        def matmul(a: jax.Array, packed: jax.Array, scale: jax.Array) -> jax.Array:
-            return jnp.einsum("mk,nk->mn", a, dequantize(packed[expert], scale[expert]), precision="highest")
+        def matmul(a: jax.Array, weight: PackedWeight) -> jax.Array:
+            unpacked = dequantize(weight.packed[expert], weight.scale[expert])
+            return jnp.einsum("mk,nk->mn", a, unpacked, precision="highest")
 
         a = lax.dynamic_slice_in_dim(grouped, i * tile_rows, tile_rows)
         return lax.dynamic_update_slice_in_dim(y, _expert(matmul, a, *weights), i * tile_rows, 0)
 
-    y = varying_over((x, expert_ids, *weights), jnp.zeros_like(grouped))
+    y = varying_over((x, expert_ids, *jax.tree.leaves(weights)), jnp.zeros_like(grouped))
     return combine(lax.fori_loop(0, groups.tile_count[0], tile, y), groups, expert_weights)
 
 
-def _expert(matmul, a, gate_packed, gate_scale, up_packed, up_scale, down_packed, down_scale):
-    gated = jax.nn.silu(matmul(a, gate_packed, gate_scale)) * matmul(a, up_packed, up_scale)
-    return matmul(gated, down_packed, down_scale)
+def _expert(matmul, a, gate, up, down):
+    return matmul(jax.nn.silu(matmul(a, gate)) * matmul(a, up), down)

@@ -34,14 +34,6 @@ def pair_order(x: Float[Array, "*batch k"]) -> Float[Array, "*batch k"]:
     return grouped.transpose(*range(n), n, n + 3, n + 1, n + 2).reshape(x.shape)
 
 
-def natural_order(x: Float[Array, "*batch k"]) -> Float[Array, "*batch k"]:
-    """Inverse of `pair_order`."""
-    *batch, k = x.shape
-    n = len(batch)
-    grouped = x.reshape(*batch, k // GROUP, 4, 4, 2)  # group, b, c, t
-    return grouped.transpose(*range(n), n, n + 2, n + 3, n + 1).reshape(x.shape)
-
-
 def _tiled(tiles, warp_dims, lane_dims):
     layout = mgpu.TiledLayout(plgpu.Tiling(tiles), warp_dims, lane_dims, -1, _check_canonical=False).canonicalize()
     return plgpu.Layout.TILED(

@@ -69,9 +69,7 @@ def group_pairs(expert_ids: Int[Array, "rows top_k"], slots: int, tile_rows: int
     return Groups(count, tile_expert.astype(jnp.int32), position.reshape(expert_ids.shape))
 
 
-def gather_rows(
-    x: Float[Array, "rows hidden"], groups: Groups, tile_rows: int
-) -> Float[Array, "max_tiles*tile_rows hidden"]:
+def gather_rows(x: Float[Array, "rows hidden"], groups: Groups, tile_rows: int) -> Float[Array, "grouped hidden"]:
     """The grouped activations; grouped rows that hold no pair are zero."""
     rows, top_k = groups.position.shape
     grouped = groups.tile_expert.shape[0] * tile_rows

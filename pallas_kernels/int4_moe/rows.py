@@ -18,8 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float
 
-from pallas_kernels.int4_moe.matmul import Launch, store
+from pallas_kernels.int4_moe.matmul import Launch
 from pallas_kernels.int4_moe.routing import Groups
+from pallas_kernels.mosaic import store
 
 CTAS_PER_CORE = 4
 MOST_COLUMNS = 1024
@@ -28,7 +29,7 @@ THREADS = 128
 
 def gather(
     x: BFloat16[Array, "rows hidden"], groups: Groups, tile_rows: int, launch: Launch
-) -> BFloat16[Array, "max_tiles*tile_rows hidden"]:
+) -> BFloat16[Array, "grouped hidden"]:
     """The grouped activations; grouped rows that hold no pair are left as they were."""
     grouped = groups.tile_expert.shape[0] * tile_rows
 
@@ -117,4 +118,6 @@ def _strided(columns: int, dtype: DTypeLike) -> Any:
 
 def _kernel(kernel: Any, name: str, out_type: Any, launch: Launch) -> Any:
     grid = (CTAS_PER_CORE * launch.ctas,)
-    return plgpu.kernel(kernel, out_type=out_type, grid=grid, grid_names=("cta",), kernel_name=name)
+    return plgpu.kernel(
+        kernel, out_type=out_type, grid=grid, grid_names=("cta",), kernel_name=name, interpret=launch.interpret
+    )

@@ -1,11 +1,11 @@
-"""Sizes of the kernels, without the kernels: what a plan needs before Mosaic is imported, which takes a second."""
+"""Sizes of the kernels, without the kernels: what a choice needs before Mosaic is imported, which takes a second."""
 
 import dataclasses
 from typing import Literal
 
 GROUP = 32  # values that share a scale
 Kind = Literal["gate_up", "down"]
-EngineName = Literal["mma", "wgmma", "tcgen05"]
+EngineName = Literal["warp", "hopper", "blackwell"]
 UNIT = 64  # weight rows of a unit
 
 
@@ -19,6 +19,15 @@ class Tile:
     k_step: int = 256
     stages: int = 4
     split: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Launch parameters of a call: the tiles of both kernels, and how many persistent CTAs walk them."""
+
+    gate_up: Tile
+    down: Tile
+    ctas: int
 
 
 def shared_memory_bytes(tile: Tile, kind: Kind) -> int:

@@ -1,13 +1,15 @@
 """One public function for MLA tree attention, which picks an implementation and says what it picked and why."""
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.operation import Choice, Device, Operation, Tolerance, refuse_tracked
 from pallas_kernels.tree_attention import reference, selection
-from pallas_kernels.tree_attention.selection import Implementation
+from pallas_kernels.tree_attention.shapes import CASES, CHECKS, SCALE, SHAPES, Shape, necessary, problem
+from pallas_kernels.tree_attention.tile import Config
 
 if TYPE_CHECKING:
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -25,8 +27,8 @@ def tree_attention(
     *,
     scale: float,
     valid: Bool[Array, "requests rows"] | None = None,
-    implementation: Implementation = "auto",
-    config: "selection.Config | None" = None,
+    implementation: str = "auto",
+    device: Device | None = None,
     interpret: "plgpu.InterpretGPUParams | None" = None,
 ) -> tuple[Float[Array, "requests rows heads kv_lora_rank"], Float[Array, "requests rows heads"]]:
     """Attend from the rows of a draft tree to a cached latent prefix and to their own ancestors (absorbed MLA).
@@ -42,40 +44,31 @@ def tree_attention(
     float32; bfloat16 inputs are accumulated in float32, float32 inputs are computed in float32 throughout.
 
     Call it on local shapes: under a mesh with more than one device, inside `shard_map` (with `check_vma=False`, as
-    Mosaic's kernels ask), with requests and heads sharded and the rest whole. `choose` tells beforehand which
-    implementation "auto" takes, and why. A kernel needs finite values past the length (zero-initialise the cache);
-    the reference does not. `config` overrides a named kernel's launch parameters, and `interpret` runs it on the CPU.
+    Mosaic's kernels ask), with requests and heads sharded and the rest whole. `OPERATION.choose` tells beforehand
+    which implementation "auto" takes on a device (default: the mesh's in use, else the first), and why. A kernel needs
+    finite values past the length (zero-initialise the cache); the reference does not. `interpret` runs it on a CPU.
 
     Raises ValueError where shapes do not fit together, or where a named implementation cannot serve them.
     """
     check_shapes(q_latent, q_rope, cache_latent, cache_rope, lengths, row_latent, row_rope, ancestors)
     requests, rows, heads, rank = q_latent.shape
-    choice = selection.choose(
-        requests=requests,
-        rows=rows,
-        heads=heads,
-        positions=cache_latent.shape[1],
-        kv_lora_rank=rank,
-        rope=q_rope.shape[-1],
-        dtype=jnp.result_type(q_latent, q_rope, cache_latent, cache_rope, row_latent, row_rope),
-        implementation=implementation,
-    )
+    shape = Shape(requests, rows, heads, cache_latent.shape[1], kv_lora_rank=rank, rope=q_rope.shape[-1])
+    dtype = jnp.result_type(q_latent, q_rope, cache_latent, cache_rope, row_latent, row_rope)
+    choice = OPERATION.choose(shape, dtype, device or Device.current(), implementation)
     arrays = (q_latent, q_rope, cache_latent, cache_rope, lengths, row_latent, row_rope, ancestors)
-    if choice.implementation == "reference":
-        return reference.tree_attention(*arrays, scale=scale, valid=valid)
-    if not all(jax.typeof(array).manual_axis_type.empty for array in arrays):
-        raise ValueError(
-            f"the {choice.implementation} kernel takes no arrays that are tracked as varying over mesh axes: "
-            "give shard_map check_vma=False"
-        )
-    from pallas_kernels.tree_attention import schedule  # not before a kernel is wanted, as kernel_module says
+    return run(choice, *arrays, scale=scale, valid=valid, interpret=interpret)
 
-    kernel = selection.kernel_module(choice.implementation)
-    if not isinstance(config, kernel.Config | None):
-        raise ValueError(f"config is a {type(config).__module__}.Config, but {choice.implementation} was picked")
-    return schedule.launch(
-        kernel.attend, config or choice.config, *arrays, scale=scale, valid=valid, interpret=interpret
-    )
+
+def run(choice: Choice[Config], *arrays: Array, scale: float = SCALE, **options: Any) -> tuple[Array, Array]:
+    """The operation as chosen; `tree_attention` is this after checking and choosing."""
+    if choice.config is None:
+        return reference.tree_attention(*arrays, scale=scale, valid=options.get("valid"))
+    refuse_tracked(choice.implementation, arrays)
+    # Not before a kernel is wanted: Mosaic's dialects take a second to import.
+    from pallas_kernels.tree_attention import schedule
+
+    kernel = importlib.import_module(f"{__package__}.{choice.implementation}")
+    return schedule.launch(kernel.attend, choice.config, *arrays, scale=scale, **options)
 
 
 def check_shapes(q_latent, q_rope, cache_latent, cache_rope, lengths, row_latent, row_rope, ancestors) -> None:
@@ -101,3 +94,27 @@ def check_shapes(q_latent, q_rope, cache_latent, cache_rope, lengths, row_latent
             raise ValueError(f"{name} has shape {array.shape}, but with q_latent {q_latent.shape} it must be {shape}")
     if ancestors.dtype != bool:
         raise ValueError(f"ancestors must be boolean, got {ancestors.dtype}: compare with != 0 first")
+
+
+def _reference(*arrays: Array) -> tuple[Array, Array]:
+    return reference.tree_attention(*arrays, scale=SCALE)
+
+
+OPERATION = Operation(
+    name="tree_attention",
+    reference=_reference,
+    implementations=selection.IMPLEMENTATIONS,
+    prefer=selection.prefer,
+    describe=selection.describe,
+    run=run,
+    problem=problem,
+    # Probabilities and outputs are rounded to bfloat16, 1.1e-3 root mean square at most each; measured 1e-3 to 2.6e-3.
+    # Scores and sums are float32, with approximate exp2 and log2: measured 6e-7, with sharp scores of hundreds 4e-5. A
+    # tile lost of 32,768 positions moves the log-sum-exp by 2e-3.
+    tolerances=(Tolerance(frobenius=4e-3, largest=2**-5), Tolerance(absolute=2e-4)),
+    necessary=necessary,
+    read_in_place=(2, 3),
+    shapes=SHAPES,
+    cases=CASES,
+    checks=CHECKS,
+)

@@ -8,7 +8,6 @@ exact enough in bfloat16. A key tile is the value tile: the latents are read onc
 docs/kernels_tree_attention.md has the budget and the ordering argument of each barrier.
 """
 
-import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -19,36 +18,10 @@ from jaxtyping import Array, BFloat16, Float32, Int32
 
 from pallas_kernels.tree_attention import registers, schedule
 from pallas_kernels.tree_attention.registers import spread
-from pallas_kernels.tree_attention.selection import TILE_ROWS
-
-BLOCK = 64
-STAGES = 2
+from pallas_kernels.tree_attention.tile import BLOCK, STAGES, TILE_ROWS, Config
 
 TILE = plgpu.Layout.WGMMA  # tensor memory of 64-row tiles is read in Hopper's register layout
 ROW = plgpu.Layout.WGMMA.reduce(1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """How a launch is cut, and when values are rescaled.
-
-    `splits` pieces along the context, each of at least `min_tiles` tiles; `lazy` is the rise of a row's maximum, in
-    base 2, that forces a rescale.
-    """
-
-    splits: int = 1
-    min_tiles: int = 1
-    lazy: float = 8.0
-
-    @property
-    def block(self) -> int:
-        """Positions a tile."""
-        return BLOCK
-
-    @property
-    def row_multiple(self) -> int:
-        """Query rows are padded to a multiple of this."""
-        return TILE_ROWS
 
 
 def attend(
@@ -70,16 +43,16 @@ def attend(
     rank = q_latent.shape[-1]
     rope = q_rope.shape[-1]
     words = mask.shape[1]
-    half, splits = rank // 2, config.splits
+    half = rank // 2
     row_tiles = (words - 1) * schedule.WORD // BLOCK
     scale2 = registers.base2(scale)
 
-    def body(*refs):
-        (ql_ref, qr_ref, cl_ref, cr_ref, rl_ref, rr_ref, length_ref, mask_ref, pieces_ref, requests_ref) = refs[:10]
-        result = registers.Result(refs[10 : 12 + 2 * (splits > 1)])
-        ql, qr, latent, key_rope, p_smem, s_tmem, left_tmem, right_tmem = refs[-16:-8]
-        q_full, q_free, kv_full, kv_free, s_full, s_free, p_ready, pv_done = refs[-8:]
-
+    def body(
+        ql_ref, qr_ref, cl_ref, cr_ref, rl_ref, rr_ref, length_ref, mask_ref, pieces_ref, requests_ref, *results,
+        ql, qr, latent, key_rope, p_smem, s_tmem, left_tmem, right_tmem,
+        q_full, q_free, kv_full, kv_free, s_full, s_free, p_ready, pv_done,
+    ):  # fmt: skip
+        result = registers.Result(results)
         piece, tile_index, warpgroup = (lax.axis_index(name) for name in ("piece", "tile", "warpgroup"))
         rows = pl.ds(tile_index * TILE_ROWS, TILE_ROWS)
         low, high, first_request, end_request = (pieces_ref[piece, i] for i in range(4))
@@ -254,24 +227,24 @@ def attend(
         config=config,
         interpret=interpret,
         kernel_name="tree_attention_blackwell",
-        scratch_types=[
-            registers.swizzled(128, TILE_ROWS, rank),
-            registers.swizzled(128, TILE_ROWS, rope),
+        scratch_types={
+            "ql": registers.tiles(64, TILE_ROWS, rank),
+            "qr": registers.tiles(64, TILE_ROWS, rope),
             # A 64-row product whose result is 64 wide takes its right operand in 32-column atoms at most.
-            registers.swizzled(64, STAGES, BLOCK, rank),
-            registers.swizzled(64, STAGES, BLOCK, rope),
-            registers.swizzled(128, TILE_ROWS, BLOCK),
-            plgpu.TMEM((TILE_ROWS, BLOCK), jnp.float32),
-            plgpu.TMEM((TILE_ROWS, half), jnp.float32),
-            plgpu.TMEM((TILE_ROWS, half), jnp.float32),
-            plgpu.Barrier(num_arrivals=2),
-            barrier(),
-            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-            barrier(STAGES),
-            barrier(),
-            barrier(),
-            barrier(),
-            barrier(),
-        ],
+            "latent": registers.tiles(32, STAGES, BLOCK, rank),
+            "key_rope": registers.tiles(32, STAGES, BLOCK, rope),
+            "p_smem": registers.tiles(64, TILE_ROWS, BLOCK),
+            "s_tmem": plgpu.TMEM((TILE_ROWS, BLOCK), jnp.float32),
+            "left_tmem": plgpu.TMEM((TILE_ROWS, half), jnp.float32),
+            "right_tmem": plgpu.TMEM((TILE_ROWS, half), jnp.float32),
+            "q_full": plgpu.Barrier(num_arrivals=2),
+            "q_free": barrier(),
+            "kv_full": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            "kv_free": barrier(STAGES),
+            "s_full": barrier(),
+            "s_free": barrier(),
+            "p_ready": barrier(),
+            "pv_done": barrier(),
+        },
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
     )

@@ -8,7 +8,6 @@ half of a 64 x 512 accumulator exceeds 128 registers a thread, and two warpgroup
 docs/kernels_tree_attention.md has the budget and the ordering argument of each barrier.
 """
 
-import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -19,36 +18,10 @@ from jaxtyping import Array, BFloat16, Float32, Int32
 
 from pallas_kernels.tree_attention import registers, schedule
 from pallas_kernels.tree_attention.registers import spread
-from pallas_kernels.tree_attention.selection import TILE_ROWS
-
-BLOCK = 64
-"""Positions a tile: two tiles of 64 x 576 bfloat16, the queries and the probabilities fill shared memory."""
-STAGES = 2
+from pallas_kernels.tree_attention.tile import BLOCK, STAGES, TILE_ROWS, Config
 
 TILE = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """How a launch is cut.
-
-    `splits` pieces along the context, each of at least `min_tiles` tiles; `cluster` query tiles share each copied tile.
-    """
-
-    splits: int = 1
-    min_tiles: int = 1
-    cluster: int = 1
-
-    @property
-    def block(self) -> int:
-        """Positions a tile."""
-        return BLOCK
-
-    @property
-    def row_multiple(self) -> int:
-        """Query rows are padded to a multiple of this."""
-        return TILE_ROWS * self.cluster
 
 
 def attend(
@@ -70,16 +43,16 @@ def attend(
     requests, _, rank = q_latent.shape
     rope = q_rope.shape[-1]
     words = mask.shape[1]
-    half, splits, cluster = rank // 2, config.splits, config.cluster
+    half, cluster = rank // 2, config.cluster
     row_tiles = (words - 1) * schedule.WORD // BLOCK
     scale2 = registers.base2(scale)
     multicast = "cluster" if cluster > 1 else None
 
-    def body(*refs):
-        (ql_ref, qr_ref, cl_ref, cr_ref, rl_ref, rr_ref, length_ref, mask_ref, pieces_ref, requests_ref) = refs[:10]
-        result = registers.Result(refs[10 : 12 + 2 * (splits > 1)])
-        ql, qr, latent, key_rope, p_smem, row_smem, q_full, kv_full, kv_free, p_ready, p_free = refs[-11:]
-
+    def body(
+        ql_ref, qr_ref, cl_ref, cr_ref, rl_ref, rr_ref, length_ref, mask_ref, pieces_ref, requests_ref, *results,
+        ql, qr, latent, key_rope, p_smem, row_smem, q_full, kv_full, kv_free, p_ready, p_free,
+    ):  # fmt: skip
+        result = registers.Result(results)
         piece, tile_index, warpgroup = (lax.axis_index(name) for name in ("piece", "tile", "warpgroup"))
         if cluster > 1:
             tile_index = tile_index * cluster + lax.axis_index("cluster")
@@ -253,19 +226,19 @@ def attend(
         config=config,
         interpret=interpret,
         kernel_name="tree_attention_hopper",
-        scratch_types=[
-            registers.swizzled(128, TILE_ROWS, rank),
-            registers.swizzled(128, TILE_ROWS, rope),
-            registers.swizzled(128, STAGES, BLOCK, rank),
-            registers.swizzled(128, STAGES, BLOCK, rope),
-            registers.swizzled(128, TILE_ROWS, BLOCK),
-            plgpu.SMEM((TILE_ROWS,), jnp.float32),
-            plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-            kv_free,
-            plgpu.Barrier(),
-            plgpu.Barrier(),
-        ],
+        scratch_types={
+            "ql": registers.tiles(64, TILE_ROWS, rank),
+            "qr": registers.tiles(64, TILE_ROWS, rope),
+            "latent": registers.tiles(64, STAGES, BLOCK, rank),
+            "key_rope": registers.tiles(64, STAGES, BLOCK, rope),
+            "p_smem": registers.tiles(64, TILE_ROWS, BLOCK),
+            "row_smem": plgpu.SMEM((TILE_ROWS,), jnp.float32),
+            "q_full": plgpu.Barrier(num_arrivals=2),
+            "kv_full": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            "kv_free": kv_free,
+            "p_ready": plgpu.Barrier(),
+            "p_free": plgpu.Barrier(),
+        },
         # The default scratch for reductions would overflow shared memory by 56 bytes; these reductions need none.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
         **launch,

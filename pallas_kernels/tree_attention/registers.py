@@ -11,6 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic import store, swizzled
+
 FLOOR = -1e30
 LN2 = math.log(2)
 
@@ -19,26 +21,14 @@ LN2 = math.log(2)
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
-def swizzled(swizzle: int, *shape: int):
-    """Shared memory for bfloat16 tiles in the layout that copies and tensor cores agree on: `swizzle` bytes wide."""
-    transforms = (
-        plgpu.TilingTransform((8, swizzle // 2)),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
-    )
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+def tiles(columns: int, *shape: int):
+    """Shared memory for bfloat16 tiles, swizzled in rows of `columns`."""
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=swizzled(columns, 2))
 
 
 def spread(vector, shape):
     """One value a row, repeated along the columns."""
     return lax.broadcast_in_dim(vector, shape, (0,))
-
-
-def store(ref, value) -> None:
-    """Store registers to global memory; `plgpu.store` came after jax 0.11.2."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value
 
 
 def segment(piece, request, first_request):

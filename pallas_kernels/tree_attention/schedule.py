@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.tree_attention import registers
+from pallas_kernels.tree_attention.tile import BLOCK, Config
 
 WORD = 32
 """Mask bits a word."""
@@ -166,7 +167,7 @@ def join(parts, tables: Schedule, out: jax.Ref, lse: jax.Ref, *, interpret=None)
 
 
 def run(
-    body: Callable, operands: tuple[Array, ...], tables: Schedule, *, config, interpret=None, **kernel_options
+    body: Callable, operands: tuple[Array, ...], tables: Schedule, *, config: Config, interpret=None, **kernel_options
 ) -> tuple[Array, Array]:
     """Launch an attention kernel over pieces and query tiles, two warpgroups a block, and join what was cut.
 
@@ -194,7 +195,7 @@ def run(
 
 def launch(
     attend: Callable,
-    config,
+    config: Config,
     q_latent: Float[Array, "requests rows heads rank"],
     q_rope: Float[Array, "requests rows heads rope"],
     cache_latent: Float[Array, "requests positions rank"],
@@ -231,8 +232,8 @@ def launch(
         align(row_latent),
         align(row_rope),
         lengths,
-        pack_mask(ancestors, valid, heads, config.block, padded),
-        plan(lengths, -(-rows // config.block), config.block, config.splits, config.min_tiles),
+        pack_mask(ancestors, valid, heads, BLOCK, padded),
+        plan(lengths, -(-rows // BLOCK), BLOCK, config.splits, config.min_tiles),
         scale=scale,
         config=config,
         interpret=interpret,

@@ -1,11 +1,15 @@
-"""Named shapes and random problems, shared by the tests, the benchmark and the self-check."""
+"""Named shapes and random problems, shared by tests, checks and benchmarks."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
+
+from pallas_kernels.draws import Draws
+from pallas_kernels.operation import Case
 
 SCALE = 0.14467962580268923
 """Kimi K2.6's softmax scale: 192^-0.5 times the square of YaRN's 0.1 ln(64) + 1."""
@@ -79,20 +83,17 @@ def ancestors_of(trees: Sequence[Sequence[int]], rows: int) -> np.ndarray:
 
 def problem(
     shape: Shape,
-    *,
     seed: int = 0,
+    *,
     dtype=jnp.bfloat16,
     trees: Sequence[Sequence[int]] | None = None,
     query_std: float = 0.5,
 ) -> tuple[Array, ...]:
-    """Random arguments of `tree_attention`, in its order; `trees` as parents, None for random ones of full size."""
-    rng = np.random.default_rng(seed)
+    """Random arguments of `tree_attention`, in its order; trees as parents (None: random)."""
     if trees is None:
+        rng = np.random.default_rng(seed)
         trees = [parents("random", shape.rows, rng) for _ in range(shape.requests)]
-
-    def normal(*sizes, std=1.0):
-        return jnp.asarray(rng.standard_normal(sizes, np.float32) * std, dtype)
-
+    normal = functools.partial(Draws(seed).normal, dtype=dtype)
     queries = (shape.requests, shape.rows, shape.heads)
     cache = (shape.requests, shape.positions)
     own = (shape.requests, shape.rows)
@@ -106,3 +107,48 @@ def problem(
         normal(*own, shape.rope),
         jnp.asarray(ancestors_of(trees, shape.rows)),
     )
+
+
+_CHAIN, _STAR = list(range(-1, 8)), [-1] + [0] * 8
+
+# A narrow latent keeps the interpreter quick: the code is the same, the tiles of the value columns are narrower.
+CASES = {
+    # Contexts that end before, at and after a tile, none at all, and a request that is padding throughout.
+    "lengths": Case(
+        Shape(7, 3, 8, 200, (0, 1, 63, 64, 65, 200, 130), kv_lora_rank=128),
+        {"trees": [*([[-1, 0, 1], [-1, 0, 0]] * 3), []]},
+        {"splits": 1, "min_tiles": 1},
+    ),
+    # Kinds of trees, two query tiles, of which a cluster shares copies; rows that fill no tile; pieces over requests.
+    "trees": Case(
+        Shape(4, 9, 8, 136, (100, 136, 7, 64), kv_lora_rank=128),
+        {"trees": [_CHAIN, _STAR, [-1, 0, 0, 1, 2, 1], [-1]]},
+        {"splits": 4, "min_tiles": 1},
+    ),
+    # One request cut into more parts than the join kernel reads at a time, and pieces with nothing to do.
+    "one request": Case(Shape(1, 1, 8, 648, (641,), kv_lora_rank=128), {}, {"splits": 14, "min_tiles": 1, "lazy": 0.0}),
+    # 65 rows: the tree takes two tiles, the mask three words and the validity word.
+    "65 rows": Case(Shape(2, 65, 1, 72, (70, 3), kv_lora_rank=128), {}, {"splits": 3, "min_tiles": 2, "cluster": 1}),
+    # The maximum rises all the time: values are rescaled at most tiles.
+    "peaked": Case(
+        Shape(2, 9, 4, 256, (256, 190), kv_lora_rank=128), {"query_std": 20.0}, {"splits": 2, "min_tiles": 1}
+    ),
+    "full width": Case(Shape(2, 8, 8, 128, (128, 60)), {}, {"splits": 2, "min_tiles": 1}),
+}
+"""The table that the tests take every implementation through."""
+
+CHECKS = {
+    # One tile of query rows; contexts around a tile and none at all; cut and uncut requests.
+    "lengths": Case(Shape(6, 8, 8, 4096, (4096, 0, 1, 63, 65, 2000))),
+    # Two query tiles and more, two tiles of rows, pieces that span requests.
+    "65 rows": Case(Shape(3, 65, 8, 1024, (1000, 128, 5))),
+    # Sharp softmax: every rescale path.
+    "peaked": Case(Shape(2, 17, 16, 2048, (2048, 777)), {"query_std": 20.0}),
+    # Plain decoding, one long request cut over the whole card.
+    "long": Case(Shape(1, 1, 64, 32768)),
+}
+
+
+def necessary(shape: Shape, arguments: tuple[Array, ...]) -> tuple[float, float]:
+    """Bytes of the filled cache, and operations over it."""
+    return shape.cache_bytes, shape.operations

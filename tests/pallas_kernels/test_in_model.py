@@ -33,15 +33,14 @@ from kimi_jax.parameters import declarations, from_leaves
 from kimi_jax.tokenizer import Tokenizer
 from meshes.devices import build_mesh
 from meshes.presets import preset
-from pallas_kernels.int4_moe import TOLERANCE, Target, int4_moe, plan
-from pallas_kernels.int4_moe.plan import Shape
+from pallas_kernels.int4_moe import int4_moe
+from pallas_kernels.operation import Device
+from pallas_kernels.registry import OPERATIONS
 from pallas_kernels.tree_attention import tree_attention
-from pallas_kernels.tree_attention.checks import OUT_TOLERANCE
-from pallas_kernels.tree_attention.selection import kernel_module
 
 CHECKPOINT = Path(__file__).parents[1] / "data" / "tiny_random"  # its tokenizer, and most of its sizes
 HGX, NVL36, NVL72 = preset("hgx-ib-16"), preset("nvl36"), preset("nvl72")
-H200, GB300 = Target("NVIDIA H200", "9.0", 3), Target("NVIDIA GB300", "10.3", 3)
+H200, GB300 = Device("NVIDIA H200", "9.0", 3), Device("NVIDIA GB300", "10.3", 3)
 # Every preset with the kernels of the card it is made of.
 PRESETS = {
     "local": (preset("local"), GB300),
@@ -90,27 +89,28 @@ def random_engine(machine) -> Engine:
 
 
 class OneRankAtATime:
-    """A public function for the model to call, which serves each rank's call by a kernel and by the reference."""
+    """A public function for the model to call, which serves each rank's call by the kernel for a card."""
 
-    def __init__(self, function, kernel_options, ranks=None):
-        self.kernel_options, self.ranks = kernel_options, ranks
-        self.errors, self.names = [], set()
-        self.compiled = functools.cache(lambda **options: jax.jit(functools.partial(function, **options)))
+    def __init__(self, function, device: Device, ranks=None):
+        self.ranks, self.errors = ranks, []
+        interpret = plgpu.InterpretGPUParams(detect_races=True)
+        self.kernel = functools.cache(
+            lambda **options: jax.jit(functools.partial(function, device=device, interpret=interpret, **options))
+        )
+        self.reference = functools.cache(
+            lambda **options: jax.jit(functools.partial(function, implementation="reference", **options))
+        )
 
     def __call__(self, *operands, **options):
         options = {name: value for name, value in options.items() if value is not None}
         dtype = options.pop("dtype", None)  # compared before the last rounding
-        name, kernel_options = self.kernel_options(operands, options)
-        self.names.add(name)
-        reference = self.compiled(**options, implementation="reference")
-        kernel = self.compiled(**options, **kernel_options)
+        reference, kernel = self.reference(**options), self.kernel(**options)
 
         def host(rank, *operands):
-            operands = [np.asarray(x) for x in operands]
+            operands = jax.tree.map(np.asarray, operands)
             if self.ranks is not None and int(rank) not in self.ranks:
                 return jax.tree.map(np.asarray, reference(*operands))
-            # The interpreter, and a lock over it, until the values have arrived.
-            with INTERPRETER, plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+            with INTERPRETER:  # until the values have arrived
                 got = jax.tree.map(np.asarray, kernel(*operands))
             want = jax.tree.map(np.asarray, reference(*operands))
             self.errors.append(relative_error(jax.tree.leaves(got)[0], jax.tree.leaves(want)[0]))
@@ -124,23 +124,6 @@ class OneRankAtATime:
 def relative_error(got, want) -> float:
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     return float(np.linalg.norm(got - want) / (np.linalg.norm(want) or 1.0))
-
-
-def attention_of(target: Target, ranks=None) -> OneRankAtATime:
-    name = target.architecture
-    config = kernel_module(name).Config(splits=2)  # requests are cut, and joined again
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    options = {"implementation": name, "config": config, "interpret": interpret}
-    return OneRankAtATime(tree_attention, lambda *_: (name, options), ranks)
-
-
-def experts_of(target: Target) -> OneRankAtATime:
-    def options_for(operands, options):
-        x, ids, gate = operands[0], operands[1], operands[3]
-        shape = Shape(x.shape[0], ids.shape[1], *gate.shape[:1], x.shape[1], gate.shape[1], options["num_experts"])
-        return plan(shape, x.dtype, target).implementation, {"target": target, "interpret": True}
-
-    return OneRankAtATime(int4_moe, options_for)
 
 
 @contextlib.contextmanager
@@ -186,16 +169,15 @@ def test_every_rank_of_a_preset_gets_what_the_reference_gives(name, ranks, forwa
     engine = random_engine(machine)
     rows, cache = tree_rows(engine)
     want = forward(engine, rows, cache)
-    attend, experts = attention_of(target, ranks), experts_of(target)
+    attend, experts = OneRankAtATime(tree_attention, target, ranks), OneRankAtATime(int4_moe, target)
     with served_by(monkeypatch, attention_kernel=attend, experts=experts if ranks is None else None):
         got = forward(fresh(engine), rows, cache)
     served = engine.mesh.size if ranks is None else len(ranks)
-    assert (attend.names, len(attend.errors)) == ({target.architecture}, 2 * served)
-    assert max(attend.errors) < OUT_TOLERANCE
+    assert len(attend.errors) == 2 * served
+    assert max(attend.errors) < OPERATIONS["tree_attention"].tolerances[0].frobenius
     if ranks is None:
         assert len(experts.errors) == served
-        assert experts.names <= {"warp", target.architecture}
-        assert max(experts.errors) < TOLERANCE
+        assert max(experts.errors) < OPERATIONS["int4_moe"].tolerances[0].frobenius
     # Both are bfloat16 models that round in other places, and a row whose router was undecided may take another expert.
     pairs = zip(got.logits[rows.valid], want.logits[rows.valid], strict=True)
     errors = [relative_error(*pair) for pair in pairs]
@@ -229,9 +211,9 @@ def test_greedy_text_is_unchanged(name, monkeypatch):
     machine, target = PRESETS[name]
     engine = random_engine(machine)
     want = greedy_texts(engine, FixedTree())
-    attend = attention_of(target)
+    attend = OneRankAtATime(tree_attention, target)
     with served_by(monkeypatch, attention_kernel=attend):
         assert greedy_texts(fresh(engine), FixedTree()) == want
     assert [len(text) for text in want] == [6, 6]
     assert len(attend.errors) >= 4 * engine.mesh.size  # prefill and at least one round, two layers
-    assert max(attend.errors) < OUT_TOLERANCE
+    assert max(attend.errors) < OPERATIONS["tree_attention"].tolerances[0].frobenius

@@ -122,8 +122,7 @@ def runner(backend, machine: Preset, devices=None):
         num_local = gate.packed.shape[0]
 
         def experts(x, ids, w):
-            stacks = (gate.packed, gate.scale, up.packed, up.scale, down.packed, down.scale)
-            return int4_moe(x, ids, w, *stacks).astype(x.dtype)
+            return int4_moe(x, ids, w, gate, up, down).astype(x.dtype)
 
         with counting() as counted:
             partial = backend(rows, slots, weights, experts, num_local, expert_axes=layout.expert_axes)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from kimi_jax.profiling import check, page
-from kimi_jax.profiling.assembler import Assembled, shared_memory, with_shared_memory
+from pallas_kernels.assembler import Assembled, shared_memory, with_shared_memory
 from kimi_jax.profiling.hlo import Module
 from kimi_jax.profiling.messages import collectives
 from kimi_jax.profiling.report import make_report
@@ -18,6 +18,7 @@ from kimi_jax.profiling.traffic import host_transfers, materialised
 from meshes import gpu
 from pallas_kernels import int4_moe
 from pallas_kernels.int4_moe.tile import shared_memory_bytes
+from pallas_kernels.operation import Device
 
 GOLDEN = runpy.run_path(str(Path(__file__).with_name("golden.py")))
 
@@ -101,10 +102,8 @@ def test_shared_memory_is_what_the_kernels_were_planned_with(compiled):
         width=case.config.moe_intermediate_size,
         num_experts=case.config.n_routed_experts,
     )
-    target = int4_moe.Target(card.device_kind, "{}.{}".format(*card.compute_capability), card.core_count)
-    plan = int4_moe.plan(shape, jnp.dtype(jnp.bfloat16), target)
-    assert plan.gate_up is not None
-    assert plan.down is not None
+    device = Device(card.device_kind, "{}.{}".format(*card.compute_capability), card.core_count)
+    plan = int4_moe.OPERATION.choose(shape, jnp.bfloat16, device).config
     found = shared_memory(compiled.text)
     barriers = 4096  # Mosaic puts barriers and alignment behind the buffers
     for name, buffers in (

@@ -4,6 +4,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels.int4_moe import Stack
+
 
 def pack(codes: np.ndarray) -> np.ndarray:
     """Codes q + 8 in 0..15 along the last axis as int32 words, low nibble first (compressed-tensors' order)."""
@@ -25,7 +27,7 @@ class Problem:
             self.scales.append(self.rng.uniform(*scale, (slots, out, into // 32)).astype(ml_dtypes.bfloat16))
 
     def weights(self) -> list:
-        return [jnp.asarray(a) for c, s in zip(self.codes, self.scales, strict=True) for a in (pack(c), s)]
+        return [Stack(jnp.asarray(pack(c)), jnp.asarray(s)) for c, s in zip(self.codes, self.scales, strict=True)]
 
     def activations(self, rows: int, dtype=np.float32) -> np.ndarray:
         return self.rng.normal(size=(rows, self.hidden)).astype(dtype)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_kernels.int4_moe import int4_moe
+from pallas_kernels.int4_moe import Stack, int4_moe
 from pallas_kernels.int4_moe.reference import dequantize, int4_moe_reference
 from pallas_kernels.int4_moe.routing import combine, gather_rows, group_pairs, tile_bound
 
@@ -108,7 +108,7 @@ def test_experts_over_ranks_sum_to_the_whole(rows, check_vma):
 
     split = PartitionSpec("ep")
     whole = PartitionSpec()
-    mapped = jax.shard_map(rank, mesh=mesh, in_specs=(whole,) * 3 + (split,) * 6, out_specs=whole, check_vma=check_vma)
+    mapped = jax.shard_map(rank, mesh=mesh, in_specs=(whole,) * 3 + (split,) * 3, out_specs=whole, check_vma=check_vma)
     got = jax.jit(mapped)(x, ids, weights, *problem.weights())
     assert relative_error(got, problem.expected(x, ids, weights)) < 2e-6
 
@@ -140,19 +140,21 @@ def test_grouping_is_a_bijection_on_local_pairs(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"group_size": 128}, "groups of 32"),
-        ({"implementation": "marlin"}, "none of auto, reference"),
-        ({"up_packed": jnp.zeros((3, 64, 4), jnp.int32)}, r"up_packed is int32\[3, 64, 4\], not int32\[3, 64, 8\]"),
-        ({"down_scale": jnp.zeros((3, 64, 2), jnp.float32)}, "down_scale is float32"),
+        ({"gate": Stack(jnp.zeros((3, 64, 8), jnp.int32), jnp.ones((3, 64, 1), jnp.bfloat16))}, "groups of 32"),
+        ({"implementation": "marlin"}, "give one of auto, reference"),
+        ({"up": Stack(jnp.zeros((3, 64, 4), jnp.int32), 0)}, r"up.packed is int32\[3, 64, 4\], not int32\[3, 64, 8\]"),
+        (
+            {"down": Stack(jnp.zeros((3, 64, 8), jnp.int32), jnp.zeros((3, 64, 2), jnp.float32))},
+            "down.scale is float32",
+        ),
         ({"expert_ids": jnp.zeros((4, 2), jnp.int32)}, "expert_ids"),
         ({"expert_ids": jnp.zeros((5, 2), jnp.float32)}, "not an integer type"),
-        ({"implementation": "hopper"}, "has no kernel here"),
+        ({"implementation": "hopper"}, "has no kernel: they are for"),
     ],
 )
 def test_refuses_what_does_not_belong_together(change, message):
     problem = Problem(slots=3, hidden=64, width=64)
-    names = ("gate_packed", "gate_scale", "up_packed", "up_scale", "down_packed", "down_scale")
-    call = dict(zip(names, problem.weights(), strict=True))
+    call = dict(zip(("gate", "up", "down"), problem.weights(), strict=True))
     ids, weights = problem.routing(5, 2)
     call |= {"x": jnp.asarray(problem.activations(5)), "expert_ids": jnp.asarray(ids)}
     call |= {"expert_weights": jnp.asarray(weights)} | change

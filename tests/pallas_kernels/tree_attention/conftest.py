@@ -2,31 +2,9 @@ import numpy as np
 import pytest
 
 
-def softmax_over_paths(q_latent, q_rope, cache_latent, cache_rope, lengths, row_latent, row_rope, ancestors, *, scale):
-    """Each row as the last token of its own path, in float64: keys gathered, then an ordinary softmax."""
-    queries = np.concatenate([np.asarray(q_latent, np.float64), np.asarray(q_rope, np.float64)], -1)
-    cache = np.concatenate([np.asarray(cache_latent, np.float64), np.asarray(cache_rope, np.float64)], -1)
-    own = np.concatenate([np.asarray(row_latent, np.float64), np.asarray(row_rope, np.float64)], -1)
-    rank = q_latent.shape[-1]
-    out = np.zeros(q_latent.shape)
-    lse = np.full(q_latent.shape[:3], -np.inf)
-    for b, length in enumerate(np.asarray(lengths)):
-        for i, sees in enumerate(np.asarray(ancestors[b])):
-            if not sees.any():
-                continue
-            keys = np.concatenate([cache[b, :length], own[b, sees]])
-            scores = queries[b, i] @ keys.T * scale
-            top = scores.max(-1, keepdims=True)
-            weights = np.exp(scores - top)
-            total = weights.sum(-1, keepdims=True)
-            out[b, i] = weights / total @ keys[:, :rank]
-            lse[b, i] = (top + np.log(total))[:, 0]
-    return out, lse
-
-
 @pytest.fixture(scope="session")
-def oracle():
-    return softmax_over_paths
+def oracle(oracles):
+    return oracles["tree_attention"]
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.tree_attention import schedule
 from pallas_kernels.tree_attention.shapes import SCALE, Shape, problem
+from pallas_kernels.tree_attention.tile import Config
 
 STATEMENT = re.compile(r"(\s+)(plgpu\.(?:barrier_wait|commit_smem|commit_tmem|wait_load_tmem)\(.*?\))(\s*#.*)?$")
 # One piece over two requests, so that every buffer is used again; sharp scores, so that values are rescaled.
@@ -45,10 +46,10 @@ def outcome(source):
     module = types.ModuleType("mutant")
     sys.modules["mutant"] = module
     exec(compile(source, "mutant.py", "exec"), module.__dict__)
-    oracle = runpy.run_path(str(Path(__file__).with_name("conftest.py")))["softmax_over_paths"]
+    oracle = runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))["softmax_over_paths"]
     arguments = problem(CASE, query_std=QUERY_STD)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    run = jax.jit(lambda *a: schedule.launch(module.attend, module.Config(), *a, scale=SCALE, interpret=interpret))
+    run = jax.jit(lambda *a: schedule.launch(module.attend, Config(), *a, scale=SCALE, interpret=interpret))
     try:
         out, lse = (np.asarray(a, np.float64) for a in run(*arguments))
     except Exception as error:

@@ -11,14 +11,15 @@ import dataclasses
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mosaic.python import mosaic_gpu
 
-_VARIABLE = "MOSAIC_GPU_DUMP_PTXAS"
+PTXAS, PTX = "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_PTX"
+"""Variables that make Mosaic print the assembler's report, and the PTX that it is given."""
 _MODULE = re.compile(r'module = "((?:[^"\\]|\\.)*)"')
 _REPORT = re.compile(
     r"Compiling entry function '([^']*)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
@@ -94,17 +95,17 @@ def _unescaped(text: str) -> bytes:
 
 
 @contextlib.contextmanager
-def caught_output(wanted: bool) -> Iterator[list[str]]:
+def caught_output(wanted: bool, variables: Sequence[str] = (PTXAS,)) -> Iterator[list[str]]:
     """Catches what C code prints, the assembler's reports among it; the list holds the text afterwards."""
     caught: list[str] = []
     if not wanted:
         yield caught
         return
-    before, saved = os.environ.get(_VARIABLE), os.dup(1)
+    before, saved = {name: os.environ.get(name) for name in variables}, os.dup(1)
     flush = ctypes.CDLL(None).fflush
     with tempfile.TemporaryFile() as file:
         flush(None)
-        os.environ[_VARIABLE] = "1"
+        os.environ.update(dict.fromkeys(variables, "1"))
         os.dup2(file.fileno(), 1)
         try:
             yield caught
@@ -112,8 +113,9 @@ def caught_output(wanted: bool) -> Iterator[list[str]]:
             flush(None)
             os.dup2(saved, 1)
             os.close(saved)
-            os.environ.pop(_VARIABLE)
-            if before is not None:
-                os.environ[_VARIABLE] = before
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
             file.seek(0)
             caught.append(file.read().decode(errors="replace"))

@@ -2,7 +2,7 @@
 
 import os
 
-from kimi_jax.profiling.assembler import Assembled, caught_output, read
+from pallas_kernels.assembler import Assembled, caught_output, read
 
 PRINTED = """
 ptxas info    : 0 bytes gmem
