@@ -12,10 +12,11 @@ import jax.numpy as jnp
 
 from meshes.hardware import GPU
 from pallas_kernels.alternatives import ALTERNATIVES
-from pallas_kernels.operation import Device, Difference, Operation, differences
+from pallas_kernels.operation import Device, Difference, Operation, check, differences
 
 SPREAD = 1e-3
 """How much of a result is added to the input of the next call: each depends on the last, and none overflows."""
+SIMULATED_CORES = 3
 SETS = 8
 SET_BYTES = 24e9
 """At most, over all sets of operands."""
@@ -121,3 +122,28 @@ def copy_bytes_per_s(repeats: int) -> float:
     """Bytes read plus bytes written per second by a 4 GiB copy: what this card's memory gives a simple kernel."""
     source = jnp.zeros((2**30,), jnp.int32)
     return 2 * source.nbytes / median_seconds(jax.jit(lambda a: a + 1), source, repeats=repeats)
+
+
+def rehearse(card: GPU, operations: Sequence[Operation], progress: Callable[[str], None]) -> list[Timing]:
+    """The values of a card's kernels on the table of cases, in Mosaic's interpreter; nothing is timed.
+
+    Raises:
+      ValueError: the card has no kernels.
+      RuntimeError: a kernel differs by more than rounding, or a race.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    device = Device(card.device_kind, "{}.{}".format(*card.compute_capability), SIMULATED_CORES)
+    if device.architecture is None:
+        raise ValueError(f"there are no kernels for {card.device_kind}: give h200 or gb300")
+    results = []
+    for operation in operations:
+        cases = {name: case for name, case in operation.cases.items() if not case.slow}
+        for implementation in operation.available(device):
+            for name, case in cases.items():
+                progress(f"{operation.name} {name} {implementation}")
+                params = plgpu.InterpretGPUParams(detect_races=True)
+                done = check(operation, name, case, device, implementation, params)
+                reason = done.choice.reason
+                results.append(Timing(operation.name, name, implementation, reason, done.differences[0]))
+    return results

@@ -7,7 +7,7 @@ problems that the tests take every implementation through; `self_check` compares
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -76,16 +76,17 @@ class Choice[Config]:
 
 @dataclasses.dataclass(frozen=True)
 class Implementation[Shape, Config]:
-    """One way to compute an operation on some cards. Nothing of Mosaic, which takes a second to import, is needed yet.
+    """One way to compute an operation on some cards. Only `run` needs Mosaic, which takes a second to import.
 
     `obstacle(shape, dtype)` says why it cannot serve a call, None where it can. `configure(shape, device, **options)`
     gives its launch parameters; the options replace what it would choose, and those of other implementations are
-    ignored.
+    ignored. `run(config, *arguments, interpret=None, **keywords)` gives the reference's outputs.
     """
 
     architectures: tuple[Architecture, ...]
     obstacle: Callable[[Shape, jnp.dtype], str | None]
     configure: Callable[..., Config]
+    run: Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +133,8 @@ class Tolerance:
 class Operation[Shape, Config]:
     """An operation: what it computes, what may compute it, and how it is tried.
 
-    `run(choice, *arguments, interpret=None)` and `reference(*arguments)` give the same outputs, which `tolerances`
-    holds against each other one by one. `problem(shape, seed=0, **case.problem)` makes random arguments on the device.
+    `tolerances` has a bound for each output of `reference(*arguments)`. `problem(shape, seed=0, **case.problem)` makes
+    random arguments.
     """
 
     name: str
@@ -143,7 +144,6 @@ class Operation[Shape, Config]:
     """Name of the implementation that "auto" takes on a device whose architecture has some."""
     describe: Callable[[Shape, Config], str]
     """What made the launch parameters what they are, in words."""
-    run: Callable[..., Any]
     problem: Callable[..., tuple[Any, ...]]
     tolerances: tuple[Tolerance, ...]
     necessary: Callable[[Shape, tuple[Any, ...]], tuple[float, float]]
@@ -195,18 +195,31 @@ class Operation[Shape, Config]:
         why = "asked for by name" if by_name else device.kind
         return Choice(implementation, config, f"{why}: {self.describe(shape, config)}")
 
+    def run(
+        self,
+        choice: Choice[Config],
+        *arguments: Any,
+        interpret: "plgpu.InterpretGPUParams | None" = None,
+        **keywords: Any,
+    ) -> Any:
+        """Computes as chosen, in Mosaic's interpreter where its parameters are given.
+
+        Raises:
+          ValueError: a kernel was given arrays whose variation over mesh axes is tracked.
+        """
+        if choice.config is None:
+            return self.reference(*arguments, **keywords)
+        if not all(jax.typeof(array).manual_axis_type.empty for array in jax.tree.leaves(arguments)):
+            raise ValueError(
+                f"the {choice.implementation} kernel takes no arrays that are tracked as varying over mesh axes: "
+                "give shard_map check_vma=False"
+            )
+        known = self.implementations[choice.implementation]
+        return known.run(choice.config, *arguments, interpret=interpret, **keywords)
+
     def available(self, device: Device) -> list[str]:
         """Names of the implementations for a device's architecture."""
         return [name for name, known in self.implementations.items() if device.architecture in known.architectures]
-
-
-def refuse_tracked(implementation: str, arrays: Sequence[jax.Array]) -> None:
-    """Raises a ValueError for arrays whose variation over mesh axes is tracked, which Mosaic's kernels do not take."""
-    if not all(jax.typeof(array).manual_axis_type.empty for array in arrays):
-        raise ValueError(
-            f"the {implementation} kernel takes no arrays that are tracked as varying over mesh axes: "
-            "give shard_map check_vma=False"
-        )
 
 
 def differences(got: Any, want: Any) -> list[Difference]:

@@ -34,6 +34,7 @@ from kimi_jax.cli import (
 from kimi_jax.prompts import Prompt, encode, read_prompts
 from kimi_jax.text_files import write_text
 from meshes.devices import use_cpu_if_no_gpu
+from meshes.hardware import GPUS, gpu
 
 PROMPTS = (
     "Add 612 and 259.",
@@ -197,7 +198,7 @@ class KernelOptions:
 
 
 def kernels(options: KernelOptions) -> None:
-    """The GPU kernels beside the references and plain jax: values, times, fractions of copy bandwidth and floor."""
+    """The GPU kernels beside plain jax: values, times, fractions of copy bandwidth and floor."""
     status = Console(stderr=True, quiet=options.json)
     with errors_in_one_line(Console(stderr=True)):
         has_gpu = use_cpu_if_no_gpu()
@@ -205,20 +206,30 @@ def kernels(options: KernelOptions) -> None:
         if options.interpret:
             os.environ.setdefault("PJRT_NPROC", "32")  # the interpreter blocks a thread of XLA's pool for each warp
 
+        import jax
+
         from kimi_jax.evaluation.runs import record
         from pallas_kernels import benchmark
+        from pallas_kernels.registry import OPERATIONS
 
+        operations = [OPERATIONS[name] for name in options.operations]
         with status.status("starting") as line:
             if options.interpret:
-                ran, results = benchmark.interpret(options.interpret, options.operations, line.update)
+                where = f"{options.interpret}, interpreted on a CPU"
+                results = benchmark.rehearse(gpu(options.interpret), operations, line.update)
             elif has_gpu:
-                ran, results = benchmark.measure(options.operations, options.shapes, options.repeats, line.update)
+                where, results = jax.devices()[0].device_kind, []
+                card = next((card for card in GPUS.values() if where.startswith(card.device_kind)), None)
+                copy_rate = benchmark.copy_bytes_per_s(options.repeats)
+                for operation in operations:
+                    for name in benchmark.shapes_of(operation, options.shapes):
+                        line.update(f"{operation.name} {name}")
+                        results += benchmark.measure(operation, name, card, copy_rate, options.repeats)
             else:
                 raise ValueError(
                     "no GPU is visible, and this times GPU kernels: run it on one, or check values with "
                     "--interpret h200 or --interpret gb300"
                 )
-        where = ", ".join(f"{name} {value}" for name, value in ran.items())
         if options.json:
             print(json.dumps(record("kernels", where, [dataclasses.asdict(result) for result in results])))
             return
@@ -229,12 +240,10 @@ def kernels(options: KernelOptions) -> None:
             table.add_column(name, justify="right")
         table.add_column("note")
         for result in results:
-            values = (("relative_error", ".1e"), ("us", ".1f"), ("of_copy", ".0%"), ("of_floor", ".0%"))
-            cells = (getattr(result, name) for name, _ in values)
-            numbers = (
-                "" if cell is None else format(cell, form) for cell, (_, form) in zip(cells, values, strict=True)
-            )
-            table.add_row(result.operation, result.shape, result.implementation, *numbers, result.note)
+            error = result.difference and result.difference.frobenius
+            figures = ((error, ".1e"), (result.us, ".1f"), (result.of_copy, ".0%"), (result.of_floor, ".0%"))
+            cells = ("" if figure is None else format(figure, form) for figure, form in figures)
+            table.add_row(result.operation, result.shape, result.implementation, *cells, result.note)
         table_console().print(table)
 
 

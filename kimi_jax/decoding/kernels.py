@@ -1,6 +1,7 @@
 """Which implementation each hot operation takes on a mesh, why, and whether it computes what it should."""
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,9 @@ from meshes.presets import Layout
 from pallas_kernels import int4_moe, tree_attention
 from pallas_kernels.operation import Choice, Device, self_check
 from pallas_kernels.registry import OPERATIONS
+
+if TYPE_CHECKING:
+    from jaxlib._jax import Device as JaxDevice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +83,7 @@ def _exchange(config: ModelConfig, placement: Placement, layout: Layout, rows: i
     return Pick("exchange", used(layout, rows, top_k, slots), reason)
 
 
-def check(device: jax.Device) -> None:
+def check(device: "JaxDevice") -> None:
     """Compares the kernels this device would use with their references on small problems.
 
     Raises:

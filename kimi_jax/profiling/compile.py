@@ -32,10 +32,10 @@ from kimi_jax.parallel import collectives
 from kimi_jax.parallel.exchange_choice import may_overflow
 from kimi_jax.parallel.sharding import REQUESTS, rules
 from kimi_jax.parameters import Declaration, Parameters, abstract, declarations
-from pallas_kernels.assembler import Assembled, caught_output, read, with_shared_memory
 from kimi_jax.profiling.case import Case
 from meshes.devices import build_mesh
 from meshes.targets import topology_devices
+from pallas_kernels.assembler import Assembled, caught_output, read, with_shared_memory
 
 NEW_TOKENS = 256
 """Room for emitted tokens in the state; it costs four bytes a token and request."""

@@ -13,7 +13,6 @@ from kimi_jax.decoding.programs import CACHE_MULTIPLE
 from kimi_jax.estimator.collectives import Network, Transfer, all_reduce, gather_and_scatter
 from kimi_jax.estimator.constants import LINKS, Constants
 from kimi_jax.profiling import traffic
-from pallas_kernels.assembler import Assembled
 from kimi_jax.profiling.case import Case
 from kimi_jax.profiling.compile import Compiled, Placed
 from kimi_jax.profiling.hlo import PARTS, Module
@@ -28,6 +27,7 @@ from kimi_jax.profiling.necessary import (
     weight_part,
 )
 from meshes.hardware import GPU, gpu
+from pallas_kernels.assembler import Assembled
 
 
 @dataclasses.dataclass(frozen=True)

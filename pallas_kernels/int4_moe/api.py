@@ -9,11 +9,10 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.int4_moe import selection
 from pallas_kernels.int4_moe.reference import PackedWeight, int4_moe_reference
-from pallas_kernels.int4_moe.routing import group_pairs
 from pallas_kernels.int4_moe.selection import Shape
 from pallas_kernels.int4_moe.shapes import CASES, CHECKS, SHAPES, necessary, problem
-from pallas_kernels.int4_moe.tile import GROUP, Config
-from pallas_kernels.operation import Choice, Device, Operation, Tolerance, refuse_tracked
+from pallas_kernels.int4_moe.tile import GROUP
+from pallas_kernels.operation import Device, Operation, Tolerance
 
 if TYPE_CHECKING:
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -65,38 +64,7 @@ def int4_moe(
     if shape.rows == 0 or shape.top_k == 0:
         return jnp.zeros(x.shape, dtype)
     choice = OPERATION.choose(shape, x.dtype, device or Device.current(), implementation)
-    return run(choice, x, expert_ids, expert_weights, gate, up, down, dtype=dtype, interpret=interpret)
-
-
-def run(
-    choice: Choice[Config],
-    x: jax.Array,
-    expert_ids: jax.Array,
-    expert_weights: jax.Array,
-    gate: PackedWeight,
-    up: PackedWeight,
-    down: PackedWeight,
-    *,
-    dtype: DTypeLike = jnp.float32,
-    interpret: "plgpu.InterpretGPUParams | None" = None,
-) -> Float[Array, "rows hidden"]:
-    """The operation as chosen; `int4_moe` is this after checking and choosing."""
-    config = choice.config
-    if config is None:
-        return int4_moe_reference(x, expert_ids, expert_weights, gate, up, down).astype(dtype)
-    refuse_tracked(choice.implementation, (x, expert_ids, expert_weights))
-    # Not before a kernel is wanted: Mosaic's dialects take a second to import.
-    from pallas_kernels.int4_moe import matmul
-    from pallas_kernels.int4_moe.registers import pair_order
-    from pallas_kernels.int4_moe.rows import combine, gather
-
-    launch = matmul.Launch(config.ctas, interpret)
-    rows = config.gate_up.rows
-    groups = group_pairs(expert_ids, gate.packed.shape[0], rows)
-    grouped = gather(pair_order(x), groups, rows, launch)
-    gated = matmul.gate_up(grouped, groups, gate, up, config.gate_up, launch)
-    shares = matmul.down(gated, groups, down, config.down, launch)
-    return combine(shares, groups, expert_weights, dtype, launch)
+    return OPERATION.run(choice, x, expert_ids, expert_weights, gate, up, down, dtype=dtype, interpret=interpret)
 
 
 def _check(
@@ -140,7 +108,6 @@ OPERATION = Operation(
     implementations=selection.IMPLEMENTATIONS,
     prefer=selection.prefer,
     describe=selection.describe,
-    run=run,
     problem=problem,
     tolerances=(TOLERANCE,),
     necessary=necessary,

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Int
 
 from pallas_kernels.int4_moe.routing import combine, gather_rows, group_pairs, varying_over
@@ -68,19 +69,20 @@ def int4_moe_reference(
     up: PackedWeight,
     down: PackedWeight,
     *,
+    dtype: DTypeLike = jnp.float32,
     form: Form | None = None,
 ) -> Float[Array, "rows hidden"]:
-    """Σ_k weight · down(silu(gate x) · up x) over the experts of each row that live here, in float32.
+    """Σ_k weight · down(silu(gate x) · up x) over the experts of each row that live here, in float32 until the end.
 
     Ids outside 0..slots-1 contribute nothing. `form` overrides the choice of the form.
     """
     rows, hidden = x.shape
     if expert_ids.size == 0:
-        return jnp.zeros((rows, hidden), jnp.float32)
+        return jnp.zeros((rows, hidden), dtype)
     weights = (gate, up, down)
     form = form or _form(expert_ids.size, gate.packed.shape[0], weights)
     compute = {"pairs": _by_pairs, "dense": _dense, "tiles": _by_tiles}[form]
-    return compute(x, expert_ids, expert_weights, *weights)
+    return compute(x, expert_ids, expert_weights, *weights).astype(dtype)
 
 
 def _form(pairs: int, slots: int, weights) -> Form:

@@ -5,13 +5,19 @@ import functools
 import json
 import math
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from pallas_kernels.int4_moe.routing import tile_bound
+from pallas_kernels.int4_moe.reference import PackedWeight
+from pallas_kernels.int4_moe.routing import group_pairs, tile_bound
 from pallas_kernels.int4_moe.tile import UNIT, Config, EngineName, Kind, Tile, shared_memory_bytes
 from pallas_kernels.operation import Architecture, Device, Implementation
+
+if TYPE_CHECKING:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
 
 SHARED_MEMORY_BYTES = 232_448 - 2_048  # what a CTA of sm_90, sm_100 and sm_103 may have, less barriers and alignment
 MOST_STAGES = 6
@@ -80,8 +86,8 @@ def _configure(
 ) -> Config:
     """Tile rows from the tuning table, as many stages as shared memory holds, a CTA a core; or what is asked for."""
     entries = [e for e in _entries(device) if e["implementation"] == engine]
-    rows = rows or next((e for e in entries if _within(shape, e)), entries[-1])["rows"]
-    tiles = [_tile(shape, kind, engine, rows, device) for kind in ("gate_up", "down")]
+    tile_rows: int = rows or next((e for e in entries if _within(shape, e)), entries[-1])["rows"]
+    tiles = [_tile(shape, kind, engine, tile_rows, device) for kind in ("gate_up", "down")]
     if split is not None:
         tiles[0] = dataclasses.replace(tiles[0], split=split)
     if stages is not None:
@@ -107,8 +113,34 @@ def _tile(shape: Shape, kind: Kind, engine: EngineName, rows: int, device: Devic
     return dataclasses.replace(tile, stages=min(2 + math.floor(free / stage), MOST_STAGES))
 
 
+def _run(
+    config: Config,
+    x: jax.Array,
+    expert_ids: jax.Array,
+    expert_weights: jax.Array,
+    gate: PackedWeight,
+    up: PackedWeight,
+    down: PackedWeight,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    interpret: "plgpu.InterpretGPUParams | None" = None,
+) -> jax.Array:
+    # Not before a kernel is wanted: Mosaic's dialects take a second to import.
+    from pallas_kernels.int4_moe import matmul
+    from pallas_kernels.int4_moe.registers import pair_order
+    from pallas_kernels.int4_moe.rows import combine, gather
+
+    launch = matmul.Launch(config.ctas, interpret)
+    rows = config.gate_up.rows
+    groups = group_pairs(expert_ids, gate.packed.shape[0], rows)
+    grouped = gather(pair_order(x), groups, rows, launch)
+    gated = matmul.gate_up(grouped, groups, gate, up, config.gate_up, launch)
+    shares = matmul.down(gated, groups, down, config.down, launch)
+    return combine(shares, groups, expert_weights, dtype, launch)
+
+
 def _implementation(engine: EngineName, *architectures: Architecture) -> Implementation[Shape, Config]:
-    return Implementation(architectures, _obstacle, functools.partial(_configure, engine))
+    return Implementation(architectures, _obstacle, functools.partial(_configure, engine), _run)
 
 
 IMPLEMENTATIONS = {

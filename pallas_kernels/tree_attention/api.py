@@ -1,15 +1,13 @@
 """One public function for MLA tree attention, which picks an implementation and says what it picked and why."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.operation import Choice, Device, Operation, Tolerance, refuse_tracked
+from pallas_kernels.operation import Device, Operation, Tolerance
 from pallas_kernels.tree_attention import reference, selection
 from pallas_kernels.tree_attention.shapes import CASES, CHECKS, SCALE, SHAPES, Shape, necessary, problem
-from pallas_kernels.tree_attention.tile import Config
 
 if TYPE_CHECKING:
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -56,19 +54,7 @@ def tree_attention(
     dtype = jnp.result_type(q_latent, q_rope, cache_latent, cache_rope, row_latent, row_rope)
     choice = OPERATION.choose(shape, dtype, device or Device.current(), implementation)
     arrays = (q_latent, q_rope, cache_latent, cache_rope, lengths, row_latent, row_rope, ancestors)
-    return run(choice, *arrays, scale=scale, valid=valid, interpret=interpret)
-
-
-def run(choice: Choice[Config], *arrays: Array, scale: float = SCALE, **options: Any) -> tuple[Array, Array]:
-    """The operation as chosen; `tree_attention` is this after checking and choosing."""
-    if choice.config is None:
-        return reference.tree_attention(*arrays, scale=scale, valid=options.get("valid"))
-    refuse_tracked(choice.implementation, arrays)
-    # Not before a kernel is wanted: Mosaic's dialects take a second to import.
-    from pallas_kernels.tree_attention import schedule
-
-    kernel = importlib.import_module(f"{__package__}.{choice.implementation}")
-    return schedule.launch(kernel.attend, choice.config, *arrays, scale=scale, **options)
+    return OPERATION.run(choice, *arrays, scale=scale, valid=valid, interpret=interpret)
 
 
 def check_shapes(q_latent, q_rope, cache_latent, cache_rope, lengths, row_latent, row_rope, ancestors) -> None:
@@ -96,8 +82,8 @@ def check_shapes(q_latent, q_rope, cache_latent, cache_rope, lengths, row_latent
         raise ValueError(f"ancestors must be boolean, got {ancestors.dtype}: compare with != 0 first")
 
 
-def _reference(*arrays: Array) -> tuple[Array, Array]:
-    return reference.tree_attention(*arrays, scale=SCALE)
+def _reference(*arrays: Array, scale: float = SCALE, valid: Array | None = None) -> tuple[Array, Array]:
+    return reference.tree_attention(*arrays, scale=scale, valid=valid)
 
 
 OPERATION = Operation(
@@ -106,7 +92,6 @@ OPERATION = Operation(
     implementations=selection.IMPLEMENTATIONS,
     prefer=selection.prefer,
     describe=selection.describe,
-    run=run,
     problem=problem,
     # Probabilities and outputs are rounded to bfloat16, 1.1e-3 root mean square at most each; measured 1e-3 to 2.6e-3.
     # Scores and sums are float32, with approximate exp2 and log2: measured 6e-7, with sharp scores of hundreds 4e-5. A

@@ -1,14 +1,17 @@
-"""Which implementation serves a shape on a device, and how its work is cut: plain Python, no arrays."""
+"""Which implementation serves a shape on a device, and how its work is cut."""
 
 import dataclasses
 import functools
+import importlib
 import importlib.resources
 import json
+from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from pallas_kernels.operation import Architecture, Device, Implementation
-from pallas_kernels.tree_attention.shapes import Shape
+from pallas_kernels.tree_attention.shapes import SCALE, Shape
 from pallas_kernels.tree_attention.tile import BLOCK, TILE_ROWS, Config
 
 
@@ -84,8 +87,17 @@ def _pieces(query_tiles: int, cores: int) -> int:
     return next((pieces for pieces in candidates if filled(pieces) >= 0.85), max(candidates, key=filled))
 
 
+def _run(architecture: Architecture, config: Config, *arrays: Array, scale: float = SCALE, **options: Any):
+    # Not before a kernel is wanted: Mosaic's dialects take a second to import.
+    from pallas_kernels.tree_attention import schedule
+
+    kernel = importlib.import_module(f"{__package__}.{architecture}")
+    return schedule.launch(kernel.attend, config, *arrays, scale=scale, **options)
+
+
 def _implementation(architecture: Architecture) -> Implementation[Shape, Config]:
-    return Implementation((architecture,), _obstacle, functools.partial(_configure, architecture))
+    configure = functools.partial(_configure, architecture)
+    return Implementation((architecture,), _obstacle, configure, functools.partial(_run, architecture))
 
 
 IMPLEMENTATIONS = {"hopper": _implementation("hopper"), "blackwell": _implementation("blackwell")}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.operation import Device, Tolerance, differences, refuse_tracked, self_check
+from pallas_kernels.operation import Choice, Device, Implementation, Tolerance, differences, self_check
 from pallas_kernels.registry import OPERATIONS
 
 CORES = 3
@@ -136,17 +136,18 @@ def test_names_are_checked(operation):
     assert operation.choose(shape, jnp.bfloat16, CARDS["hopper"], "reference").implementation == "reference"
 
 
-def test_arrays_tracked_over_mesh_axes_are_refused_with_the_remedy():
+@BY_NAME
+def test_arrays_tracked_over_mesh_axes_are_refused_with_the_remedy(operation):
     mesh = jax.make_mesh((1,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("dp")
+    case = next(iter(operation.cases.values()))
+    choice = operation.choose(case.shape, jnp.bfloat16, CARDS["hopper"], "hopper")
 
-    def call(x):
-        refuse_tracked("hopper", [x])
-        return x
+    def call(arguments):
+        return operation.run(choice, *arguments)
 
     with pytest.raises(ValueError, match="give shard_map check_vma=False"):
-        jax.eval_shape(jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec), jnp.zeros(1))
-    jax.eval_shape(jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False), jnp.zeros(1))
+        jax.eval_shape(jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec), operation.problem(case.shape))
 
 
 def test_differences_and_tolerances():
@@ -170,14 +171,15 @@ def test_differences_and_tolerances():
     assert found.largest == np.inf
 
 
-def small(operation):
-    """One case that takes no time, for the reference under the names of kernels."""
-    case = next(iter(operation.cases.values()))
+def small(operation, spoil=lambda outputs: outputs):
+    """One case, on the reference under the names of the kernels: takes no time."""
 
-    def run(choice, *arguments, interpret=None):
-        return operation.reference(*arguments)
+    def run(config, *arguments, interpret=None):
+        return spoil(operation.reference(*arguments))
 
-    return dataclasses.replace(operation, run=run, checks={"small": dataclasses.replace(case, options={})})
+    kernels = {name: dataclasses.replace(known, run=run) for name, known in operation.implementations.items()}
+    case = dataclasses.replace(next(iter(operation.cases.values())), options={})
+    return dataclasses.replace(operation, implementations=kernels, checks={"small": case})
 
 
 @BY_NAME
@@ -192,14 +194,35 @@ def test_self_check_takes_every_implementation_of_the_card(operation):
 @BY_NAME
 @pytest.mark.parametrize("output", [0, -1])
 def test_self_check_refuses_one_wrong_element(operation, output):
-    right = small(operation)
-
-    def wrong(choice, *arguments, interpret=None):
-        leaves, tree = jax.tree.flatten(right.run(choice, *arguments))
+    def spoil(outputs):
+        leaves, tree = jax.tree.flatten(outputs)
         flat = jnp.nan_to_num(leaves[output], neginf=0).reshape(-1)
         wrong = leaves[output].reshape(-1).at[jnp.argmax(jnp.abs(flat))].multiply(1.05)
         leaves[output] = wrong.reshape(leaves[output].shape)
         return jax.tree.unflatten(tree, leaves)
 
     with pytest.raises(RuntimeError, match=f"{operation.name} is wrong on NVIDIA H200: .*allowed"):
-        self_check(dataclasses.replace(right, run=wrong), CARDS["hopper"])
+        self_check(small(operation, spoil), CARDS["hopper"])
+
+
+@BY_NAME
+def test_a_new_implementation_is_chosen_run_and_checked(operation):
+    """As docs/architecture.md says: an entry is enough."""
+    ran = []
+
+    def run(config, *arguments, interpret=None):
+        ran.append(config)
+        return operation.reference(*arguments)
+
+    new = Implementation(("hopper",), lambda shape, dtype: None, lambda shape, device, **options: device.cores, run)
+    case = next(iter(operation.cases.values()))
+    extended = dataclasses.replace(
+        operation, implementations={**operation.implementations, "new": new}, describe=lambda shape, config: "mine"
+    )
+    choice = extended.choose(case.shape, jnp.bfloat16, CARDS["hopper"], "new")
+    assert choice == Choice("new", CORES, "asked for by name: mine")
+    checked = self_check(dataclasses.replace(small(extended), implementations={"new": new}), CARDS["hopper"])
+    assert ran == [CORES]
+    assert [c.choice.implementation for c in checked] == ["new"]
+    with pytest.raises(ValueError, match="NVIDIA GB300 is not Hopper"):
+        extended.choose(case.shape, jnp.bfloat16, CARDS["blackwell"], "new")

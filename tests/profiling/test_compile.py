@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import pytest
 
 from kimi_jax.profiling import check, page
-from pallas_kernels.assembler import Assembled, shared_memory, with_shared_memory
 from kimi_jax.profiling.hlo import Module
 from kimi_jax.profiling.messages import collectives
 from kimi_jax.profiling.report import make_report
 from kimi_jax.profiling.traffic import host_transfers, materialised
 from meshes import gpu
 from pallas_kernels import int4_moe
+from pallas_kernels.assembler import Assembled, shared_memory, with_shared_memory
 from pallas_kernels.int4_moe.tile import shared_memory_bytes
 from pallas_kernels.operation import Device
 
