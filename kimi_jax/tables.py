@@ -8,6 +8,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kimi_jax.standard_output import OutputConsole
+
 NARROW_WORDS = 44
 """Columns of words in a table that is not wide wrap here, also where nothing else limits them."""
 
@@ -103,8 +105,8 @@ def command_line(command: str) -> Text:
 
 def table_console() -> Console:
     """Standard output for tables: as wide as the terminal, and as wide as need be elsewhere."""
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPE_WIDTH)
+    console = OutputConsole()
+    return console if console.is_terminal else OutputConsole(width=PIPE_WIDTH)
 
 
 def show(*renderables: RenderableType) -> None:

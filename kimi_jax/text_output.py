@@ -6,30 +6,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.segment import Segment, Segments
 from rich.style import Style
 
 from kimi_jax.chat import Piece, Response, ResponseStream
 from kimi_jax.prompts import Prompt
+from kimi_jax.standard_output import OutputConsole, harmless
 from kimi_jax.tokenizer import Tokenizer
 
-_CONTROL = re.compile(r"\r\n|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters that a terminal acts on, but for tabs and line ends."""
 _ESCAPED = re.compile(r"[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-
-
-def harmless(text: str) -> str:
-    """The text with control characters in sight instead of in effect: ESC as ␛, U+009B as \\x9b; tabs stay tabs."""
-
-    def picture(match: re.Match[str]) -> str:
-        control = match[0]
-        if control == "\r\n":
-            return control
-        code = ord(control)
-        return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else f"\\x{code:02x}"
-
-    return _CONTROL.sub(picture, text)
 
 
 def as_json(value: Any) -> str:
@@ -157,14 +142,6 @@ class Reader:
         if piece.text:
             self.pending.append(piece)
             self._answer += piece.text if piece.part == "answer" else ""
-
-
-class OutputConsole(Console):
-    """Standard output: a reader that has gone away is for `cli.command` to deal with, as everywhere."""
-
-    def on_broken_pipe(self) -> None:
-        """Leaves the BrokenPipeError that is being handled to the caller."""
-        raise
 
 
 class Screen:

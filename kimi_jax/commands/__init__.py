@@ -18,7 +18,10 @@ COMMANDS = {
 
 def run(name: str, args: Sequence[str], prog: str | None = None) -> None:
     """Runs one command of COMMANDS with its arguments; `prog` is what its help calls it."""
-    importlib.import_module(f"kimi_jax.commands.{name}").run(args, prog)
+    from kimi_jax.cli import command
+
+    with command():
+        importlib.import_module(f"kimi_jax.commands.{name}").run(args, prog)
 
 
 def main() -> None:
@@ -32,5 +35,8 @@ def main() -> None:
     lines.append("kimi-jax COMMAND --help lists a command's options.")
     if not asked:
         lines.append(f"error: there is no command {name!r}")
-    print("\n".join(lines), file=sys.stdout if asked else sys.stderr)
-    raise SystemExit(0 if asked else 2)
+    from kimi_jax.cli import command
+
+    with command():
+        print("\n".join(lines), file=sys.stdout if asked else sys.stderr)
+        raise SystemExit(0 if asked else 2)

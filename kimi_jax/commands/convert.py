@@ -21,6 +21,7 @@ from rich.table import Table
 
 from kimi_jax.cli import BUNDLED_CHECKPOINT, MeshOptions, errors_in_one_line, on_disk
 from kimi_jax.config import ModelConfig
+from kimi_jax.standard_output import OutputConsole
 from meshes.devices import build_mesh, simulate
 
 GB = 1e9
@@ -40,7 +41,7 @@ class PlanOptions(MeshOptions):
 
 def run_plan(options: PlanOptions) -> None:
     """Show what each process would read and hold, from the headers alone; nothing else is read."""
-    out = Console(soft_wrap=True)
+    out = OutputConsole(soft_wrap=True)
     with errors_in_one_line(Console(stderr=True, soft_wrap=True)):
         machine = options.preset()
         config = ModelConfig.from_json(options.checkpoint)

@@ -11,6 +11,7 @@ Exits with status 1 where something is wrong.
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import tyro

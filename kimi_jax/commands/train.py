@@ -18,6 +18,7 @@ from rich.table import Table
 
 from kimi_jax import compilation_cache
 from kimi_jax.cli import NoCache, check_configurations, errors_in_one_line
+from kimi_jax.standard_output import OutputConsole
 from kimi_jax.text_files import write_text
 from meshes.devices import use_cpu_if_no_gpu
 from meshes.presets import Layout
@@ -256,7 +257,7 @@ def write(figures: dict[str, Any], output: Path | None) -> None:
 
 def main(options: Command) -> None:
     """Runs one command."""
-    console = Console(highlight=False)
+    console = OutputConsole(highlight=False)
     if isinstance(options, Scores):
         write(measure_scores(options, console), options.output)
     elif isinstance(options, Routing):

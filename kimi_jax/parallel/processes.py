@@ -21,6 +21,7 @@ from typing import Annotated, Self
 
 import tyro
 
+from kimi_jax import standard_output
 from meshes.devices import visible_gpu_count
 from meshes.presets import Preset
 
@@ -256,7 +257,7 @@ def _own_standard_output(prints: bool, simulated: bool) -> None:
     sys.stdout.flush()
     mine = os.dup(1) if prints else os.open(os.devnull, os.O_WRONLY)
     os.dup2(os.open(os.devnull, os.O_WRONLY) if simulated else 2, 1)
-    sys.stdout = os.fdopen(mine, "w", buffering=1, encoding="utf-8")
+    sys.stdout = standard_output.text_stream(mine, line_buffering=True)
 
 
 def end(status: int) -> None:
