@@ -101,9 +101,25 @@ def require_writable(path: Path) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        code = errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
-        raise OSError(code, os.strerror(code), str(path))
+    _require_access(path if path.exists() else folder, path)
+
+
+def _require_access(place: Path, named: Path) -> None:
+    if not os.access(place, os.W_OK):
+        code = errno.EROFS if os.statvfs(place).f_flag & os.ST_RDONLY else errno.EACCES
+        raise OSError(code, os.strerror(code), str(named))
+
+
+def require_folder(path: Path) -> None:
+    """Refuses an output folder that is not there and could not be created, or takes no files.
+
+    Raises:
+      OSError: naming `path`, or the part of it that stands in the way.
+    """
+    there = next(part for part in (path, *path.absolute().parents) if part.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+    _require_access(there, there)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from kimi_jax.text_files import (
     read_json,
     read_standard_input,
     read_text,
+    require_folder,
     require_writable,
     whole_file,
     write_text,
@@ -112,6 +113,14 @@ def test_places_that_take_no_file_are_named_before_the_work(tmp_path, place, cod
     named = (tmp_path / place).parent if place else tmp_path
     with pytest.raises(OSError, match=f"{os.strerror(code)}: '{named}'"):
         require_writable(tmp_path / place)
+
+
+def test_folders_that_cannot_be_made_are_named(tmp_path):
+    (tmp_path / "file").touch()
+    require_folder(tmp_path / "a" / "b")
+    assert os.listdir(tmp_path) == ["file"]
+    with pytest.raises(NotADirectoryError, match=f"'{tmp_path / 'file'}'"):
+        require_folder(tmp_path / "file" / "b")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")

@@ -25,6 +25,7 @@ from kimi_jax.checkpoint.safetensors import DTYPE_BYTES, INDEX_NAME, NUMPY_DTYPE
 from kimi_jax.parallel.placement import EMPTY, SlotExperts, slots_of_layer
 from kimi_jax.parameters import Declaration, Parameters
 from kimi_jax.quantization import CODES_PER_WORD, Int4Weight
+from kimi_jax.text_files import naming
 
 CONFIG_NAME = "config.json"
 SAFETENSORS_NAMES = {kind: name for name, kind in NUMPY_DTYPES.items()}
@@ -136,7 +137,7 @@ class Writer:
             weight_map |= dict.fromkeys(offsets, name)
             total += body
             if jax.process_index() == 0:
-                with open(file, "xb") as stream:
+                with naming(file), open(file, "xb") as stream:
                     stream.write(header)
                     stream.truncate(len(header) + body)
         self._index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -177,15 +178,12 @@ class Writer:
         width, depth = math.prod(shape[1:]), math.prod(shape[2:])
         column = bounds[1][0] * depth if len(bounds) > 1 else 0
         octets = np.ascontiguousarray(data).reshape(data.shape[0], -1).view(np.uint8)
-        descriptor = os.open(file, os.O_WRONLY)
-        try:
+        with naming(file), open(file, "r+b", buffering=0) as stream:
             if octets.shape[1] == width * data.itemsize:
-                _write_all(descriptor, octets.reshape(-1), start + row * width * data.itemsize)
+                _write_all(stream.fileno(), octets.reshape(-1), start + row * width * data.itemsize)
             else:
                 for number, line in enumerate(octets, row):
-                    _write_all(descriptor, line, start + (number * width + column) * data.itemsize)
-        finally:
-            os.close(descriptor)
+                    _write_all(stream.fileno(), line, start + (number * width + column) * data.itemsize)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
@@ -215,7 +213,8 @@ def _write_all(descriptor: int, octets: np.ndarray, position: int) -> None:
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -25,7 +25,7 @@ from kimi_jax.cli import (
     table_console,
 )
 from kimi_jax.prompts import Prompt, encode, read_prompts
-from kimi_jax.text_files import read_standard_input
+from kimi_jax.text_files import read_standard_input, require_folder, require_writable
 from kimi_jax.text_output import Reader, Screen, as_json
 from meshes.devices import use_cpu_if_no_gpu
 
@@ -165,6 +165,10 @@ def main(options: Options) -> None:
             )
         if options.save_placement is not None and options.rebalance_every is None:
             raise ValueError("--save-placement keeps what --rebalance-every finds: give that too")
+        for folder in filter(None, (options.xla_dump, options.trace)):
+            require_folder(folder)
+        if options.save_placement is not None:
+            require_writable(options.save_placement)
         opened = open_engine(options, status, drafter if kind != "none" else None)
         if options.rebalance_every is not None:
             opened = dataclasses.replace(opened, engine=opened.engine.rebalancing(options.rebalance_every))

@@ -103,6 +103,8 @@ def run_perplexity(options: PerplexityOptions) -> None:
     """How well the checkpoint predicts texts: perplexity and bits a byte, every token weighted equally."""
     status = Console(stderr=True, soft_wrap=True)
     with errors_in_one_line(status):
+        if options.journal is not None:
+            require_writable(options.journal)
         opened = open_engine(options, status)
 
         from kimi_jax.evaluation.perplexity import fingerprint, perplexity, read_documents, together

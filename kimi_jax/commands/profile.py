@@ -33,6 +33,7 @@ from kimi_jax.config import ModelConfig
 from kimi_jax.drafter.config import DrafterConfig
 from kimi_jax.estimator.model import k26
 from kimi_jax.parallel.processes import ProcessOptions
+from kimi_jax.text_files import require_folder, require_writable
 from meshes.devices import use_cpu_if_no_gpu
 from meshes.hardware import gpu as lookup
 from meshes.presets import Preset, preset
@@ -109,6 +110,10 @@ def main(options: Options) -> None:
     """Compiles or runs one program and reports on it."""
     status = Console(stderr=True, quiet=options.json)
     with errors_in_one_line(Console(stderr=True)):
+        for folder in filter(None, (options.xla_dump, options.trace)):
+            require_folder(folder)
+        if options.html is not None:
+            require_writable(options.html)
         if options.gpu is None:
             report, live = measure(options, status)
         else:

@@ -19,7 +19,7 @@ from rich.table import Table
 from kimi_jax import compilation_cache
 from kimi_jax.cli import NoCache, check_configurations, errors_in_one_line
 from kimi_jax.standard_output import OutputConsole
-from kimi_jax.text_files import write_text
+from kimi_jax.text_files import require_folder, require_writable, write_text
 from meshes.devices import use_cpu_if_no_gpu
 from meshes.presets import Layout
 
@@ -170,6 +170,8 @@ def train(options: Target | Drafter, console: Console) -> None:
     """Runs, reports and exports."""
     if options.output and options.output.exists():
         raise ValueError(f"{options.output} exists; name a folder that does not")
+    for folder in filter(None, (options.directory, options.output)):
+        require_folder(folder)
     if isinstance(options, Drafter):
         check_configurations(options.target, Layout())
     use_cpu_if_no_gpu()
@@ -258,6 +260,9 @@ def write(figures: dict[str, Any], output: Path | None) -> None:
 def main(options: Command) -> None:
     """Runs one command."""
     console = OutputConsole(highlight=False)
+    file = options.plot if isinstance(options, Target | Drafter) else options.output
+    if file is not None:
+        require_writable(file)
     if isinstance(options, Scores):
         write(measure_scores(options, console), options.output)
     elif isinstance(options, Routing):

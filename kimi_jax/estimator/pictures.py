@@ -11,6 +11,7 @@ from rich.text import Text
 from kimi_jax.estimator import search
 from kimi_jax.estimator.scenario import Scenario
 from kimi_jax.estimator.step import PARTS, Estimate, estimate
+from kimi_jax.text_files import whole_file
 from meshes import Preset
 
 MARKERS = "●◆▲■○◇△□✚✖"
@@ -132,7 +133,8 @@ def save_png(picture: Picture, path: Path) -> None:
     axes.grid(alpha=0.3)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize="small")
-    figure.savefig(path, dpi=150)
+    with whole_file(path) as stream:
+        figure.savefig(stream, dpi=150, format=path.suffix.removeprefix(".") or "png")
 
 
 def terminal(picture: Picture, width: int = 68, height: int = 20) -> Text:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kimi_jax.profiling.hlo import Module, part_of
 from kimi_jax.profiling.traffic import launched
+from kimi_jax.text_files import write_text
 
 if TYPE_CHECKING:
     from kimi_jax.profiling.report import Report
@@ -43,9 +44,9 @@ def write_index(directory: Path, text: str, title: str, report: "Report | None" 
       title: what was compiled, in one line.
       report: written beside it as `report.json`.
     """
-    (directory / PROGRAM).write_text(text)
+    write_text(directory / PROGRAM, text)
     if report is not None:
-        (directory / REPORT).write_text(json.dumps(report.as_dict()))
+        write_text(directory / REPORT, json.dumps(report.as_dict()))
     lines = [
         f"# XLA dump: {title}",
         "",
@@ -71,7 +72,7 @@ def write_index(directory: Path, text: str, title: str, report: "Report | None" 
             f"{layer[1] if layer else ''} | {instruction.bytes:,} | {instruction.op_name} |"
         )
     index = directory / "index.md"
-    index.write_text("\n".join(lines) + "\n")
+    write_text(index, "\n".join(lines) + "\n")
     return index
 
 

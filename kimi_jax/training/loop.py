@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kimi_jax.text_files import lines_of, read_text, write_text
+from kimi_jax.text_files import lines_of, naming, read_text, whole_file, write_text
 
 Record = dict[str, Any]
 """One line of the log: `step` and figures by name."""
@@ -103,8 +103,9 @@ def run(
                     if evaluated and evaluate:
                         record |= evaluate(state)
                     log.append(record)
-                    file.write(json.dumps(record) + "\n")
-                    file.flush()
+                    with naming(directory / "log.jsonl"):
+                        file.write(json.dumps(record) + "\n")
+                        file.flush()
                     line = "  ".join(f"{name} {value:.4g}" for name, value in record.items())
                     progress.console.print(line, soft_wrap=True)
                     began, last_logged = time.perf_counter(), done
@@ -197,4 +198,5 @@ def plot(log: list[Record], figures: list[str], path: Path) -> None:
         axes.plot(*zip(*points, strict=True))
         axes.set(xlabel="step", ylabel=name.replace("_", " "))
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    with whole_file(path) as stream:
+        figure.savefig(stream, dpi=120, format=path.suffix.removeprefix(".") or "png")
