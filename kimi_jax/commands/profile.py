@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from rich.console import Console
 
-from kimi_jax import compilation_cache
+from kimi_jax import compilation_cache, tables
 from kimi_jax.cli import (
     BUNDLED_CHECKPOINT,
     BUNDLED_DRAFTER,
@@ -27,7 +27,6 @@ from kimi_jax.cli import (
     open_engine,
     quiet_compiler,
     stages,
-    table_console,
 )
 from kimi_jax.config import ModelConfig
 from kimi_jax.drafter.config import DrafterConfig
@@ -93,6 +92,8 @@ class Options:
     """With --gpu: each Pallas kernel's registers, spills and shared memory."""
     html: Path | None = None
     """Also write the report with plots as an HTML file."""
+    wide: bool = False
+    """Tables with all their columns, for more than 80 columns of text."""
     json: bool = False
     """Print one JSON object instead of tables."""
     no_cache: NoCache = False
@@ -120,18 +121,14 @@ def main(options: Options) -> None:
             report, live = compile_absent(options, options.gpu, status), None
 
         from kimi_jax.parallel import processes
-        from kimi_jax.profiling import page
-        from kimi_jax.profiling.tables import show, show_live
+        from kimi_jax.profiling.tables import show, write_page
 
         if options.html is not None and processes.this().prints:
-            page.write(report, options.html)
+            write_page(report, options.html, live)
         if options.json:
             print(json.dumps(report.as_dict() | ({} if live is None else live.as_dict())))
             return
-        console = table_console()
-        console.print(show(report))
-        if live is not None:
-            console.print(show_live(live, report))
+        tables.show(*show(report, live, options.wide))
 
 
 def compile_absent(options: Options, gpu: str, status: Console) -> "Report":
@@ -152,11 +149,9 @@ def compile_absent(options: Options, gpu: str, status: Console) -> "Report":
     from kimi_jax.profiling.report import make_report
 
     drafter = given or kimi_drafter()
-    if options.layers is not None:
-        config, drafter = with_layers(config, drafter, options.layers)
-    elif options.budget:
+    if options.budget and options.layers is None:
         drafter.check(config)
-    case = Case(
+    whole = Case(
         config,
         machine,
         card.name,
@@ -167,9 +162,13 @@ def compile_absent(options: Options, gpu: str, status: Console) -> "Report":
         program=options.program,
         prefill_chunk=options.prefill_chunk,
     )
+    case = whole
+    if options.layers is not None:
+        config, drafter = with_layers(config, drafter, options.layers)
+        case = dataclasses.replace(whole, config=config, drafter=drafter)
     with stages(status) as stage:
         compiled = compile_program(case, dump=options.xla_dump, registers=options.registers, stage=stage)
-        report = make_report(compiled)
+        report = make_report(compiled, None if case == whole else whole)
     if options.xla_dump is not None:
         write_index(options.xla_dump, compiled.text, case.title, report)
     return report
@@ -234,7 +233,7 @@ def compare(options: Compare) -> None:
     from kimi_jax.profiling import diff
 
     with errors_in_one_line(Console(stderr=True)):
-        table_console().print(diff.show(diff.changes(diff.load(options.before), diff.load(options.after))))
+        tables.show(diff.show(diff.changes(diff.load(options.before), diff.load(options.after))))
 
 
 def run(args: Sequence[str], prog: str | None = None) -> None:

@@ -45,8 +45,8 @@ class Case:
 
     config: ModelConfig
     preset: Preset
-    gpu: str
-    """Short name of `meshes.hardware`."""
+    gpu: str | None
+    """Short name of `meshes.hardware`; None where the devices are no GPUs, so that nothing is held against a card."""
     requests: int
     """In the whole machine."""
     context: int
@@ -80,7 +80,8 @@ class Case:
 
         return (
             f"{self.program} of {self.config.num_hidden_layers} layers on {self.preset.name} ({self.preset.layout}) "
-            f"with {self.gpu}: {many(self.requests, 'request')} × {many(self.rows, 'row')} at context {self.context}, "
+            f"with {self.gpu or 'CPU devices'}: {many(self.requests, 'request')} × {many(self.rows, 'row')} "
+            f"at context {self.context}, "
             f"{many(self.device_requests, 'request')} a device"
         )
 

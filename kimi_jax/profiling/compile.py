@@ -135,10 +135,22 @@ def compile_program(
       CompileError: naming the layer and part that does not lower or compile.
       RuntimeError: no CUDA plugin.
     """
-    mesh = build_mesh(case.preset, topology_devices(case.preset, case.gpu))
-    programs = programs_of(case, mesh)
+    programs = _absent_programs(case)
     arguments = program_arguments(case, programs, abstract_parameters(programs))
     return compile_for(case, programs, arguments, dump=dump, registers=registers, stage=stage)[0]
+
+
+def held_arrays(case: Case) -> tuple[tuple[Placed, ...], tuple[Placed, ...]]:
+    """Weights and decoding state of a case as one device of absent GPUs would hold them; nothing is compiled."""
+    programs = _absent_programs(case)
+    state = _state(programs, case, NEW_TOKENS)
+    return tuple(_placed(abstract_parameters(programs))), tuple(_placed(state))
+
+
+def _absent_programs(case: Case) -> Programs:
+    if case.gpu is None:
+        raise ValueError("a case to compile for absent GPUs needs the name of one")
+    return programs_of(case, build_mesh(case.preset, topology_devices(case.preset, case.gpu)))
 
 
 def program_arguments(
@@ -172,8 +184,8 @@ def compile_for(
 
     Returns what the report reads, and the program itself. Options and errors are `compile_program`'s.
     """
-    layers = f"{case.config.num_hidden_layers} layers for {case.preset.layout.num_devices} {case.gpu}"
-    what = f"the {case.program} program for {case.preset.name} ({case.preset.layout}) on {case.gpu}"
+    layers = f"{case.config.num_hidden_layers} layers for {case.preset.layout.num_devices} {case.gpu or 'CPU devices'}"
+    what = f"the {case.program} program for {case.preset.name} ({case.preset.layout}) on {case.gpu or 'CPU devices'}"
     started = time.perf_counter()
     with jax.default_matmul_precision("highest"):  # as the engine runs them
         stage(f"lowering {layers}")

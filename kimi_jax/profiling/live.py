@@ -71,6 +71,11 @@ class Live:
         }
 
 
+def card_of(engine: Engine, gpu: str) -> str | None:
+    """The card that a run is held against: `gpu`, or None where the devices are no GPUs."""
+    return gpu if engine.mesh.devices.flat[0].platform == "gpu" else None
+
+
 def run(
     engine: Engine,
     machine: Preset,
@@ -87,7 +92,7 @@ def run(
     little. The report's context is that of the last round.
 
     Args:
-      gpu: whose data sheet the floors are taken from.
+      gpu: whose data sheet the floors are taken from; on devices that are no GPUs there are none.
       trace: directory that keeps the profiler trace of as many rounds more.
       dump: directory for XLA's dump.
     """
@@ -97,7 +102,7 @@ def run(
     new_tokens = (WARM_UP + 2 * load.rounds) * steps + 1
     drafter = None if engine.drafter is None else engine.drafter.config
     case = Case(
-        engine.config, machine, gpu, load.requests, load.context + new_tokens,
+        engine.config, machine, card_of(engine, gpu), load.requests, load.context + new_tokens,
         budget=0 if draft is PLAIN else load.budget, drafter=drafter, dtype=engine.dtype,
     )  # fmt: skip
     random = np.random.default_rng(0)
@@ -174,7 +179,7 @@ def dump_generation(
     parameters: Parameters = {name: engine.parameters[name] for name in programs.needs}
     for program in kinds:
         case = Case(
-            engine.config, machine, gpu, requests, context + new_tokens,
+            engine.config, machine, card_of(engine, gpu), requests, context + new_tokens,
             budget=getattr(programs.speculation, "budget", 0),
             drafter=None if engine.drafter is None else engine.drafter.config,
             program=program, prefill_chunk=chunk_rows(context, Limits()), dtype=engine.dtype,

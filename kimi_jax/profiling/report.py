@@ -14,7 +14,7 @@ from kimi_jax.estimator.collectives import Network, Transfer, all_reduce, gather
 from kimi_jax.estimator.constants import LINKS, Constants
 from kimi_jax.profiling import traffic
 from kimi_jax.profiling.case import Case
-from kimi_jax.profiling.compile import Compiled, Placed
+from kimi_jax.profiling.compile import Compiled, Placed, held_arrays
 from kimi_jax.profiling.hlo import PARTS, Module
 from kimi_jax.profiling.messages import Collective, collectives
 from kimi_jax.profiling.necessary import (
@@ -41,11 +41,12 @@ class Holdings:
     other_state: int
     temporaries: int
     reserve: float
-    """Kept free for driver, communication buffers and fragmentation."""
-    card: float
-    most_requests: int
+    """Kept free for driver, communication buffers and fragmentation; 0 without a card."""
+    card: float | None
+    """None where no GPU is in play, as are the three figures that follow from it."""
+    most_requests: int | None
     """In the whole machine, at this context."""
-    most_context: int
+    most_context: int | None
     """At this batch; 0 where not even the weights fit."""
 
     @property
@@ -55,9 +56,27 @@ class Holdings:
         return sum(self.weights.values()) + state + self.temporaries + self.reserve
 
     @property
-    def free(self) -> float:
+    def free(self) -> float | None:
         """What is left of the card; negative where the program does not fit."""
-        return self.card - self.total
+        return None if self.card is None else self.card - self.total
+
+    @property
+    def verdict(self) -> str:
+        """Whether it fits, and by how much, in one sentence."""
+        if self.card is None or self.free is None:
+            return f"Holds {self.total / 1e6:,.1f} MB on each device."
+        if self.free >= 0:
+            return f"Fits with {self.free / 1e9:.1f} GB free."
+        fixed = sum(self.weights.values()) + self.reserve
+        if fixed > self.card:
+            return (
+                f"Does not fit: {-self.free / 1e9:.1f} GB too much, and the weights with the reserve alone are "
+                f"{(fixed - self.card) / 1e9:.1f} GB over the card. More ep or tp ranks would share them."
+            )
+        most = f"at most {self.most_requests} requests at this context"
+        if self.most_context:
+            most += f", or {self.most_context} tokens at this batch"
+        return f"Does not fit: {-self.free / 1e9:.1f} GB too much; {most}."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,16 +99,19 @@ class PartReport:
     messages: int
     link_bytes: float
     """Least that a device must send over a link, for all messages."""
-    latency_us: float
-    """Fixed cost of the messages, from the estimator's published measurements: an estimate."""
     kernels: tuple[traffic.Kernel, ...]
-    memory_us: float
-    compute_us: float
-    link_us: float
+    latency_us: float | None
+    """Fixed cost of the messages, from the estimator's published measurements: an estimate. Like the three times below
+    it is None where no GPU is in play."""
+    memory_us: float | None
+    compute_us: float | None
+    link_us: float | None
 
     @property
-    def floor_us(self) -> float:
+    def floor_us(self) -> float | None:
         """Least time."""
+        if self.memory_us is None or self.compute_us is None or self.link_us is None:
+            return None
         return max(self.memory_us, self.compute_us) + self.link_us
 
 
@@ -110,11 +132,16 @@ class Report:
     """Most memory that the compiling process held."""
     peak_bytes: int
     assembled: tuple[Assembled, ...]
+    whole: Holdings | None = None
+    """What the whole model would hold, where some of its layers were compiled; temporaries are those of the program."""
+    whole_layers: int = 0
+    """Layers of the whole model; 0 where it was compiled."""
 
     @property
-    def floor_us(self) -> float:
-        """Of all parts, one after the other."""
-        return sum(part.floor_us for part in self.parts)
+    def floor_us(self) -> float | None:
+        """Of all parts, one after the other; None without a card."""
+        floors = [part.floor_us for part in self.parts if part.floor_us is not None]
+        return sum(floors) if floors else None
 
     @property
     def read_ratio(self) -> float:
@@ -140,20 +167,14 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """Whether it fits, and by how much, in one sentence."""
-        h = self.holdings
-        if h.free >= 0:
-            return f"Fits with {h.free / 1e9:.1f} GB free."
-        fixed = sum(h.weights.values()) + h.reserve
-        if fixed > h.card:
-            return (
-                f"Does not fit: {-h.free / 1e9:.1f} GB too much, and the weights with the reserve alone are "
-                f"{(fixed - h.card) / 1e9:.1f} GB over the card. More ep or tp ranks would share them."
-            )
-        most = f"at most {h.most_requests} requests at this context"
-        if h.most_context:
-            most += f", or {h.most_context} tokens at this batch"
-        return f"Does not fit: {-h.free / 1e9:.1f} GB too much; {most}."
+        """Whether the whole model fits, and by how much, in one sentence; a part of its layers is said to be one."""
+        if self.whole is None:
+            return self.holdings.verdict
+        layers, verdict = self.case.config.num_hidden_layers, self.whole.verdict
+        return (
+            f"All {self.whole_layers} layers: {verdict[0].lower()}{verdict[1:]} "
+            f"Compiled were {layers}, which hold {self.holdings.total / 1e9:.1f} of {self.whole.total / 1e9:.1f} GB."
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; bytes and µs."""
@@ -169,8 +190,9 @@ class Report:
             "rows_per_request": case.rows,
             "context": case.context,
             "budget": case.budget,
-            "memory": dataclasses.asdict(self.holdings)
-            | {"total": self.holdings.total, "free": self.holdings.free, "xla_peak": self.peak_bytes},
+            "memory": _as_dict(self.holdings) | {"xla_peak": self.peak_bytes},
+            "whole_model": self.whole and {"layers": self.whole_layers, "memory": _as_dict(self.whole)},
+            "verdict": self.verdict,
             "parts": [dataclasses.asdict(part) | {"floor_us": part.floor_us} for part in self.parts],
             "floor_us": self.floor_us,
             "necessary_bytes": self.necessary_bytes,
@@ -187,10 +209,20 @@ class Report:
         }
 
 
-def make_report(compiled: Compiled) -> Report:
-    """Reads a compiled program."""
+def _as_dict(holdings: Holdings) -> dict[str, Any]:
+    return dataclasses.asdict(holdings) | {"total": holdings.total, "free": holdings.free}
+
+
+def make_report(compiled: Compiled, whole: Case | None = None) -> Report:
+    """Reads a compiled program.
+
+    Args:
+      compiled: the program.
+      whole: the case of the whole model, where the program has some of its layers: what it would hold is counted.
+    """
     case, module = compiled.case, Module(compiled.text)
-    card = gpu(case.gpu)
+    card = gpu(case.gpu or case.preset.gpu_names[0])  # without a card: only for the route of a message
+    timed = case.gpu is not None
     needed, held = needs(case, compiled.weights), weight_bytes(read_weights(case, compiled.weights))
     names = {array.name for array in compiled.weights}
     vectors = {array.name for array in compiled.weights if len(array.shape) == 1}
@@ -224,17 +256,22 @@ def make_report(compiled: Compiled) -> Report:
                 collectives=messages,
                 messages=sum(message.count for message in messages),
                 link_bytes=sum(t.local_bytes + t.network_bytes for t in transfers),
-                latency_us=sum(t.latency_us for t in transfers),
+                latency_us=sum(t.latency_us for t in transfers) if timed else None,
                 kernels=tuple(kernel for kernel in kernels if kernel.part == part),
-                memory_us=1e6 * need.hbm_bytes / card.hbm_bytes_per_s,
-                compute_us=1e6 * need.flops / card.bf16_flops_per_s,
-                link_us=sum(t.local_bytes / network.local + t.network_bytes / network.remote for t in transfers),
+                memory_us=1e6 * need.hbm_bytes / card.hbm_bytes_per_s if timed else None,
+                compute_us=1e6 * need.flops / card.bf16_flops_per_s if timed else None,
+                link_us=sum(t.local_bytes / network.local + t.network_bytes / network.remote for t in transfers)
+                if timed
+                else None,
             )
         )
+    temporaries, found = compiled.memory.temporaries, card if timed else None
     return Report(
         case=case,
         parts=tuple(parts),
-        holdings=holdings(case, compiled.weights, compiled.state, compiled.memory.temporaries, card),
+        holdings=holdings(case, compiled.weights, compiled.state, temporaries, found),
+        whole=None if whole is None else holdings(whole, *held_arrays(whole), temporaries, found),
+        whole_layers=0 if whole is None else whole.config.num_hidden_layers,
         materialised=tuple(_with_part(found, names) for found in traffic.materialised(module)),
         host_transfers=tuple(traffic.host_transfers(module)),
         custom_calls=traffic.custom_calls(module),
@@ -269,13 +306,15 @@ def transfer(network: Network, case: Case, message: Collective) -> Transfer:
 
 
 def holdings(
-    case: Case, weights: tuple[Placed, ...], state: tuple[Placed, ...], temporaries: int, card: GPU
+    case: Case, weights: tuple[Placed, ...], state: tuple[Placed, ...], temporaries: int, card: GPU | None
 ) -> Holdings:
     """What one device holds and how far batch and context could grow.
 
     Temporaries are taken to grow with the batch, and the cache with both.
     """
     held, kept = weight_bytes(weights), state_bytes(state)
+    if card is None:
+        return Holdings(held, kept["cache"], kept["context"], kept["other"], temporaries, 0.0, None, None, None)
     reserve = Constants().reserve_bytes
     free = card.hbm_bytes - reserve - sum(held.values())
     each = (sum(kept.values()) + temporaries) / case.device_requests

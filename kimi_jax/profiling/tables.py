@@ -1,34 +1,68 @@
-"""The report for a terminal."""
+"""The report for a terminal and as a page: the answer in a few lines, then tables, then bars on the page."""
 
-from rich.console import Group, RenderableType
+import html
+import io
+from pathlib import Path
+
+from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from kimi_jax.profiling.case import Case
 from kimi_jax.profiling.live import Live
-from kimi_jax.profiling.report import PartReport, Report
-from kimi_jax.profiling.traffic import Materialised
+from kimi_jax.profiling.report import Holdings, PartReport, Report
+from kimi_jax.tables import bars, left, right, table
+from kimi_jax.text_files import write_text
+
+GB, MB = 1e9, 1e6
 
 
-def show(report: Report) -> RenderableType:
-    """Tables and notes."""
-    notes = [
-        report.verdict,
-        exchange_note(report.case),
-        f"Routed experts: {report.touched_experts:.1f} a rank and layer when routing is uniform.",
-        f"Dense weights are read {report.read_ratio:.2f} × once each. "
-        f"The step moves {_bytes(moved(report.parts))}, {report.moved_ratio:.2f} × what it must.",
-        _materialised(report.materialised),
-        f"Host transfers: {len(report.host_transfers) or 'none'}.",
-        f"Lowered in {report.lower_seconds:.0f} s and compiled in {report.compile_seconds:.0f} s, "
-        f"{report.host_bytes / 1e9:.1f} GB of host memory. "
-        "Floors are data-sheet bandwidths and peaks, latencies the estimator's; nothing here was measured.",
-    ]
-    tables = [_memory_table(report), _parts_table(report)]
+def show(report: Report, live: Live | None = None, wide: bool = False) -> list[RenderableType]:
+    """The report, with what was measured where rounds ran; `wide` tables have all their columns."""
+    tables = [_memory_table(report), _parts_table(report, live, wide)]
     if any(part.collectives for part in report.parts):
         tables.append(_messages_table(report))
     if report.assembled:
-        tables.append(_assembler_table(report))
-    return Group(report.case.title, *tables, *filter(None, notes))
+        tables.append(_assembler_table(report, wide))
+    return [*_answer(report, live), *tables, *_notes(report, live)]
+
+
+def _answer(report: Report, live: Live | None) -> list[str]:
+    lines = [*report.case.title.split(": "), report.verdict]
+    if live is not None:
+        times = [1e3 * seconds for seconds in live.round_seconds]
+        lines.append(
+            f"Measured: {len(times)} rounds, median {1e3 * live.median_seconds:.2f} ms, least {min(times):.2f}, most "
+            f"{max(times):.2f}."
+        )
+    of = "" if report.whole is None else f" in these {report.case.config.num_hidden_layers} layers"
+    if report.floor_us is not None:
+        latency = sum(part.latency_us or 0 for part in report.parts)
+        lines.append(
+            f"Floor{of}: {report.floor_us / 1e3:.2f} ms on {report.case.gpu}, and {latency / 1e3:.2f} ms of messages."
+        )
+    lines.append(f"Moved{of}: {_bytes(moved(report.parts))}, {report.moved_ratio:.2f} × what it must.")
+    copies = f"{len(report.materialised)}, {_bytes(sum(m.bytes for m in report.materialised))}"
+    lines.append(f"Copies of weights or cache: {copies if report.materialised else 'none'}.")
+    lines += [f"  {m.array}: {_bytes(m.bytes)} by {m.operation} ({m.part})" for m in report.materialised[:10]]
+    lines.append(f"Host transfers: {len(report.host_transfers) or 'none'}.")
+    return lines
+
+
+def _notes(report: Report, live: Live | None) -> list[str]:
+    sources = []
+    if report.floor_us is not None:
+        sources.append("Floors are data-sheet bandwidths and peaks, latencies the estimator's.")
+    sources.append("Nothing here was measured." if live is None else "Round times and busy µs were measured.")
+    notes = [
+        exchange_note(report.case),
+        f"Routed experts: {report.touched_experts:.1f} a rank and layer when routing is uniform.",
+        f"Dense weights are read {report.read_ratio:.2f} × once each.",
+        f"Lowered in {report.lower_seconds:.0f} s and compiled in {report.compile_seconds:.0f} s, "
+        f"{report.host_bytes / GB:.1f} GB of host memory.",
+        " ".join(sources),
+    ]
+    return [note for note in notes if note]
 
 
 def exchange_note(case: Case) -> str:
@@ -48,112 +82,122 @@ def moved(parts: tuple[PartReport, ...]) -> float:
 
 
 def _bytes(count: float) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+    return f"{count / GB:.1f} GB" if count >= GB else f"{count / MB:.1f} MB"
 
 
-def _materialised(found: tuple[Materialised, ...]) -> str:
-    if not found:
-        return "Copies of weights or cache: none."
-    lines = [f"  {m.array}: {m.bytes / 1e6:.1f} MB by {m.operation} ({m.part})" for m in found[:10]]
-    total = sum(m.bytes for m in found)
-    return f"Copies of weights or cache: {len(found)}, {total / 1e6:.1f} MB\n" + "\n".join(lines)
+def _held(h: Holdings) -> dict[str, float]:
+    weights = {f"weights: {part}": num_bytes for part, num_bytes in h.weights.items()}
+    state = {"cache": h.cache, "drafter's context": h.context, "other state": h.other_state}
+    return weights | state | {"temporaries": h.temporaries, "reserve": h.reserve}
 
 
 def _memory_table(report: Report) -> Table:
-    h = report.holdings
-    table = Table(title="memory of one device", title_justify="left")
-    table.add_column("what")
-    table.add_column("GB", justify="right")
-    for part, num_bytes in h.weights.items():
-        table.add_row(f"weights: {part}", f"{num_bytes / 1e9:.3f}")
-    rows = (
-        ("cache", h.cache),
-        ("drafter's context", h.context),
-        ("other state", h.other_state),
-        ("temporaries", h.temporaries),
-        ("reserve", h.reserve),
-    )
-    for name, num_bytes in rows:
-        table.add_row(name, f"{num_bytes / 1e9:.3f}")
-    table.add_section()
-    table.add_row("total", f"{h.total / 1e9:.3f}")
-    table.add_row("card", f"{h.card / 1e9:.3f}")
-    table.add_row("free" if h.free >= 0 else "DOES NOT FIT by", f"{abs(h.free) / 1e9:.3f}")
-    table.add_row("most requests at this context", str(h.most_requests))
-    table.add_row("most context at this batch", str(h.most_context))
-    return table
+    """What one device holds; where a part of the layers was compiled, beside what all of them hold."""
+    columns = [report.holdings] if report.whole is None else [report.holdings, report.whole]
+    layers = report.case.config.num_hidden_layers
+    unit, scale = ("GB", GB) if columns[-1].total >= GB else ("MB", MB)
+    names = (unit,) if report.whole is None else (f"{unit}, {layers} layers", f"{unit}, all {report.whole_layers}")
+    names_of_rows = dict.fromkeys(name for h in columns for name in _held(h))
+    rows: list[tuple[str, ...] | None] = [
+        (name, *(f"{_held(h).get(name, 0) / scale:,.3f}" for h in columns)) for name in names_of_rows
+    ]
+    rows += [None, ("total", *(f"{h.total / scale:,.3f}" for h in columns))]
+    if report.holdings.card is not None:
+        rows += [
+            ("card", *(f"{(h.card or 0) / scale:,.3f}" for h in columns)),
+            ("free", *(f"{(h.free or 0) / scale:,.3f}" for h in columns)),
+            ("most requests at this context", *(str(h.most_requests) for h in columns)),
+            ("most context at this batch", *(str(h.most_context) for h in columns)),
+        ]
+    return table("memory of one device", (*left("what"), *right(*names)), rows)
 
 
-def _parts_table(report: Report) -> Table:
-    table = Table(title="one execution on one device", title_justify="left")
-    table.add_column("part")
-    for name in ("must MB", "moved MB", "GFLOP", "messages", "link MB", "latency µs", "kernels", "floor µs"):
-        table.add_column(name, justify="right")
-    for part in report.parts:
-        table.add_row(
-            part.part,
-            f"{part.need.hbm_bytes / 1e6:,.1f}",
-            f"{part.moved_bytes / 1e6:,.1f}",
-            f"{part.need.flops / 1e9:.1f}",
-            str(part.messages or ""),
-            f"{part.link_bytes / 1e6:.2f}" if part.messages else "",
-            f"{part.latency_us:.0f}" if part.messages else "",
-            str(sum(kernel.count for kernel in part.kernels) or ""),
-            f"{part.floor_us:.0f}",
-        )
-    table.add_section()
-    table.add_row(
-        "total",
-        f"{report.necessary_bytes / 1e6:,.1f}",
-        f"{moved(report.parts) / 1e6:,.1f}",
-        f"{sum(p.need.flops for p in report.parts) / 1e9:.1f}",
-        str(sum(p.messages for p in report.parts)),
-        f"{sum(p.link_bytes for p in report.parts) / 1e6:.2f}",
-        f"{sum(p.latency_us for p in report.parts):.0f}",
-        str(sum(k.count for p in report.parts for k in p.kernels)),
-        f"{report.floor_us:.0f}",
-    )
-    return table
+def _parts_table(report: Report, live: Live | None, wide: bool) -> Table:
+    timed = report.floor_us is not None
+    columns = [
+        *left("part"), *right("must MB", "moved MB"), *right("GFLOP", wide=True), *right("messages"),
+        *right("link MB", "kernels", wide=True), *right(*["latency µs", "floor µs"] * timed),
+        *right(*["busy µs"] * (live is not None)),
+    ]  # fmt: skip
+
+    def row(name: str, parts: tuple[PartReport, ...]) -> tuple[str, ...]:
+        messages = sum(part.messages for part in parts)
+        cells = [
+            name,
+            f"{sum(part.need.hbm_bytes for part in parts) / MB:,.1f}",
+            f"{moved(parts) / MB:,.1f}",
+            f"{sum(part.need.flops for part in parts) / 1e9:.1f}",
+            str(messages or ""),
+            f"{sum(part.link_bytes for part in parts) / MB:.2f}" if messages else "",
+            str(sum(kernel.count for part in parts for kernel in part.kernels) or ""),
+        ]
+        if timed:
+            cells.append(f"{sum(part.latency_us or 0 for part in parts):,.0f}" if messages else "")
+            cells.append(f"{sum(part.floor_us or 0 for part in parts):,.0f}")
+        if live is not None:
+            cells.append(f"{1e6 * sum(live.part_seconds.get(part.part, 0.0) for part in parts):,.0f}")
+        return tuple(cells)
+
+    rows = [*(row(part.part, (part,)) for part in report.parts), None, row("total", report.parts)]
+    return table("one execution on one device", columns, rows, wide=wide)
 
 
 def _messages_table(report: Report) -> Table:
-    table = Table(title="messages", title_justify="left")
-    for name in ("part", "kind", "axes", "link"):
-        table.add_column(name)
-    for name in ("count", "bytes each"):
-        table.add_column(name, justify="right")
-    for part in report.parts:
-        for message in part.collectives:
-            link = report.case.preset.span(*message.axes).link
-            table.add_row(
-                part.part, message.kind, " × ".join(message.axes), link, str(message.count), f"{message.bytes:,}"
-            )
-    return table
+    rows = [
+        (part.part, message.kind, " × ".join(message.axes), report.case.preset.span(*message.axes).link,
+         str(message.count), f"{message.bytes:,}")
+        for part in report.parts
+        for message in part.collectives
+    ]  # fmt: skip
+    return table("messages", (*left("part", "kind", "axes", "link"), *right("count", "bytes each")), rows)
 
 
-def _assembler_table(report: Report) -> Table:
-    table = Table(title="Pallas kernels as assembled", title_justify="left")
-    table.add_column("kernel")
-    for name in ("registers a thread", "stack bytes", "spilled bytes, stores", "loads", "shared memory bytes"):
-        table.add_column(name, justify="right")
-    for k in report.assembled:
-        shared = "" if k.shared_bytes is None else f"{k.shared_bytes:,}"
-        table.add_row(k.name, *map(str, (k.registers, k.stack_bytes, k.spill_store_bytes, k.spill_load_bytes)), shared)
-    return table
+def _assembler_table(report: Report, wide: bool) -> Table:
+    columns = (*left("kernel"), *right("registers"), *right("stack", wide=True), *right("spilled", "reloaded"),
+               *right("shared memory"))  # fmt: skip
+    rows = [
+        (k.name, *map(str, (k.registers, k.stack_bytes, k.spill_store_bytes, k.spill_load_bytes)),
+         "" if k.shared_bytes is None else f"{k.shared_bytes:,}")
+        for k in report.assembled
+    ]  # fmt: skip
+    return table("Pallas kernels as assembled: registers a thread, bytes", columns, rows, wide=wide)
 
 
-def show_live(live: Live, report: Report) -> RenderableType:
-    """What was measured, beside the floors."""
-    times = [1e3 * seconds for seconds in live.round_seconds]
-    line = (
-        f"Measured: {len(times)} rounds, median {1e3 * live.median_seconds:.2f} ms, least {min(times):.2f}, most "
-        f"{max(times):.2f}; floor {report.floor_us / 1e3:.3f} ms on {report.case.gpu}."
-    )
-    table = Table(title="a round, traced", title_justify="left")
-    table.add_column("part")
-    for name in ("busy µs", "floor µs"):
-        table.add_column(name, justify="right")
-    for part in report.parts:
-        busy = live.part_seconds.get(part.part, 0.0)
-        table.add_row(part.part, f"{1e6 * busy:,.0f}", f"{part.floor_us:,.0f}")
-    return Group(table, line)
+def _bars(report: Report, live: Live | None) -> list[Table]:
+    """What the tables say, drawn: memory, bytes, and where there is a card or a run, times."""
+    parts = [part for part in report.parts if part.moved_bytes or part.messages or part.floor_us]
+    drawn = [
+        bars("memory of one device", "GB", {"held": {name: b / GB for name, b in _held(report.holdings).items()}}),
+        bars(
+            "bytes of one execution", "MB",
+            {
+                "must": {part.part: part.need.hbm_bytes / MB for part in parts},
+                "moved": {part.part: part.moved_bytes / MB for part in parts},
+            },
+        ),
+    ]  # fmt: skip
+    if report.floor_us is not None:
+        times = {"memory": "memory_us", "arithmetic": "compute_us", "links": "link_us", "latency": "latency_us"}
+        series = {name: {part.part: getattr(part, field) for part in parts} for name, field in times.items()}
+        drawn.append(bars("least time, and latency of messages", "µs", series))
+    if live is not None:
+        busy = {part.part: 1e6 * live.part_seconds.get(part.part, 0.0) for part in parts}
+        drawn.append(bars("busy time of one device in a traced round", "µs", {"busy": busy}))
+    return drawn
+
+
+def write_page(report: Report, path: Path, live: Live | None = None) -> None:
+    """Writes the report with all columns, every kernel and bars as one HTML file that needs nothing else."""
+    counts = [(k.part, k.name, str(k.count)) for part in report.parts for k in part.kernels]
+    kernels = table("kernels", (*left("part", "kernel"), *right("count")), counts)
+    copies = table(
+        "copies of weights or cache", (*left("array", "by", "part"), *right("bytes")),
+        [(m.array, m.operation, m.part, f"{m.bytes:,}") for m in report.materialised],
+    )  # fmt: skip
+    console = Console(record=True, width=160, file=io.StringIO(), force_jupyter=False)
+    for renderable in (*show(report, live, wide=True), kernels, copies, *_bars(report, live)):
+        console.print(renderable, highlight=False, markup=False, crop=False)
+        if not isinstance(renderable, str | Text):
+            console.print()
+    title = f"<head>\n<title>{html.escape(report.case.title)}</title>"
+    write_text(path, console.export_html().replace("<head>", title, 1))

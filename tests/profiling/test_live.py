@@ -1,12 +1,14 @@
 """Runs on simulated devices: rounds timed and traced, and dumps of a generation."""
 
+import html
 import json
+import re
 
 import pytest
 
 from kimi_jax.decoding.engine import PLAIN
 from kimi_jax.decoding.sampling import Sampling
-from kimi_jax.profiling import diff, live
+from kimi_jax.profiling import diff, live, tables
 from kimi_jax.profiling.hlo import Module
 from kimi_jax.profiling.report import make_report
 from meshes.presets import preset
@@ -26,7 +28,19 @@ def test_rounds_are_timed_and_traced_by_part(machine_and_engine, tmp_path):
     assert {"attention", "experts", "head"} <= set(found.part_seconds)
     report = make_report(found.compiled)
     assert report.case.device_requests == 2
-    assert json.dumps(report.as_dict() | found.as_dict())
+    data = json.loads(json.dumps(report.as_dict() | found.as_dict()))
+    # A CPU has no card: no floor, no latency, and nothing of the GPU that such a machine would have.
+    assert (data["gpu"], data["floor_us"], data["memory"]["card"], data["memory"]["free"]) == (None,) * 4
+    assert {part[name] for part in data["parts"] for name in ("floor_us", "latency_us", "memory_us")} == {None}
+    tables.write_page(report, tmp_path / "page.html", found)
+    page = html.unescape(re.sub(r"<[^>]*>", "", (tmp_path / "page.html").read_text()))
+    assert f"Measured: 3 rounds, median {1e3 * found.median_seconds:.2f} ms" in page
+    busy = page.split("busy time of one device in a traced round")[1]
+    shown = re.search(r"^attention +busy +([\d,.]+) ", busy, re.MULTILINE)
+    assert shown is not None
+    assert float(shown[1].replace(",", "")) == pytest.approx(1e6 * found.part_seconds["attention"], rel=1e-3)
+    for word in ("h200", "floor", "Nothing here was measured"):
+        assert word not in page
 
 
 def test_a_directory_without_a_trace_is_refused(tmp_path):

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "profile.py"
 SMALL = {
     "hidden_size": 512, "vocab_size": 4096, "intermediate_size": 1024, "moe_intermediate_size": 256,
     "n_routed_experts": 16, "q_lora_rank": 256, "num_attention_heads": 16, "num_key_value_heads": 16,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 3,
 }  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def test_json_and_dump(checkpoint, tmp_path):
     dump = tmp_path / "dump"
     done = profile(
         "--checkpoint", checkpoint, "--mesh", "local", "--gpu", "h200", "--batch", 3, "--context", 1000,
-        "--budget", 0, "--json", "--xla-dump", dump, "--html", tmp_path / "report.html",
+        "--budget", 0, "--layers", 2, "--json", "--xla-dump", dump, "--html", tmp_path / "report.html",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(done.stdout)
@@ -50,6 +50,14 @@ def test_json_and_dump(checkpoint, tmp_path):
     assert memory["cache"] == 3 * 1024 * 576 * 2 * 2
     assert memory["weights"]["embedding"] == 4096 * 512 * 2
     assert memory["weights"]["experts"] == 16 * 3 * 512 * 256 * 4.5 / 8
+    # What fits is said of all three layers, the last one with 16 experts as the second.
+    whole = report["whole_model"]
+    assert whole["layers"] == 3
+    assert whole["memory"]["cache"] == 3 * 1024 * 576 * 2 * 3
+    assert whole["memory"]["weights"]["experts"] == 2 * memory["weights"]["experts"]
+    assert whole["memory"]["weights"]["embedding"] == memory["weights"]["embedding"]
+    assert report["verdict"].startswith(f"All 3 layers: fits with {whole['memory']['free'] / 1e9:.1f} GB free.")
+    assert "Compiled were 2, which hold" in report["verdict"]
     assert memory["free"] == pytest.approx(memory["card"] - memory["total"])
     assert report["host_transfers"] == []
     assert all(not part["collectives"] for part in report["parts"])  # one device sends nothing
