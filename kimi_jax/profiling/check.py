@@ -59,7 +59,7 @@ def scenario_of(case: Case) -> Scenario:
     config = case.config
     return make_scenario(
         case.preset,
-        gpu(case.gpu),
+        gpu(case.gpu or case.preset.gpu_names[0]),
         concurrency=case.requests,
         context=case.context,
         model=config,

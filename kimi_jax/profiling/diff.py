@@ -15,6 +15,7 @@ from rich.table import Table
 from kimi_jax.profiling.dump import PROGRAM, REPORT
 from kimi_jax.profiling.hlo import Module, part_of
 from kimi_jax.profiling.traffic import intermediates, is_kernel, kernel_name, launched
+from kimi_jax.tables import left, right, table
 from kimi_jax.text_files import read_text
 
 _CASE = ("program", "mesh", "layout", "gpu", "layers", "requests", "rows_per_request", "context", "budget")
@@ -111,13 +112,8 @@ def show(found: list[Change]) -> Table | str:
     """For a terminal."""
     if not found:
         return "they are equal"
-    table = Table(title="figures that differ; memory in bytes")
-    table.add_column("what")
-    for name in ("before", "after", "ratio"):
-        table.add_column(name, justify="right")
-    for change in found:
-        table.add_row(change.what, _text(change.before), _text(change.after), _ratio(change.before, change.after))
-    return table
+    rows = [(c.what, _text(c.before), _text(c.after), _ratio(c.before, c.after)) for c in found]
+    return table("figures that differ; memory in bytes", (*left("what"), *right("before", "after", "ratio")), rows)
 
 
 def _text(value: Any) -> str:

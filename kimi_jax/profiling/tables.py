@@ -86,7 +86,7 @@ def _bytes(count: float) -> str:
 
 
 def _held(h: Holdings) -> dict[str, float]:
-    weights = {f"weights: {part}": num_bytes for part, num_bytes in h.weights.items()}
+    weights: dict[str, float] = {f"weights: {part}": num_bytes for part, num_bytes in h.weights.items()}
     state = {"cache": h.cache, "drafter's context": h.context, "other state": h.other_state}
     return weights | state | {"temporaries": h.temporaries, "reserve": h.reserve}
 

@@ -57,7 +57,7 @@ def test_what_is_no_report_is_refused(tmp_path):
 def test_the_table_has_ratios_of_numbers():
     table = show([Change("moved", 1000.5, 1500.75), Change("gpu", "h200", "b200"), Change("kernel", None, 3)])
     assert isinstance(table, Table)
-    columns = [list(column.cells) for column in table.columns]
+    columns = [list(map(str, column.cells)) for column in table.columns]
     assert columns[1] == ["1,000", "h200", "none"]
     assert columns[2] == ["1,501", "b200", "3"]
     assert columns[3] == ["1.5", "", ""]
