@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -190,9 +191,10 @@ def check_configurations(checkpoint: Path, layout: Layout, drafter: Path | None 
         layout_rules.check(config, layout, drafter_config)
 
 
-def on_disk(checkpoint: Path, console: Console) -> Path:
-    """The folder of a checkpoint or drafter: itself, or downloaded from the hub. Raises as `hub.local_folder`."""
-    return hub.local_folder(checkpoint, lambda line: console.print(line, style="dim", highlight=False))
+def on_disk(checkpoint: Path, console: Console, *, outline: bool = False) -> Path:
+    """The folder of a checkpoint or drafter: itself, or downloaded from the hub. As `hub.local_folder`."""
+    tell = functools.partial(console.print, style="dim", highlight=False)
+    return hub.local_folder(checkpoint, tell, outline=outline)
 
 
 def quiet_compiler() -> None:

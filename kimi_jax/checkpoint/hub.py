@@ -14,6 +14,8 @@ from kimi_jax.checkpoint.errors import CheckpointError
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 FILES = ("*.safetensors", "*.json", "tiktoken.model")
 """What a checkpoint or a drafter is made of."""
+OUTLINE = ("config.json", "model.safetensors.index.json")
+"""What says how large a checkpoint is and how it would lie on a mesh."""
 
 
 def is_name(checkpoint: Path) -> bool:
@@ -22,7 +24,12 @@ def is_name(checkpoint: Path) -> bool:
 
 
 def local_folder(
-    checkpoint: Path, tell: Callable[[str], None], *, cache: Path | None = None, endpoint: str | None = None
+    checkpoint: Path,
+    tell: Callable[[str], None],
+    *,
+    outline: bool = False,
+    cache: Path | None = None,
+    endpoint: str | None = None,
 ) -> Path:
     """The folder of a checkpoint: the path itself where it exists, otherwise the hub's files, downloaded if need be.
 
@@ -32,6 +39,7 @@ def local_folder(
     Args:
       checkpoint: a folder, or the name of a repository on the hub.
       tell: takes a line for the user.
+      outline: only `OUTLINE`, a few megabytes, and no weights.
       cache, endpoint: instead of huggingface_hub's own, which environment variables set.
 
     Raises:
@@ -53,7 +61,7 @@ def local_folder(
     )
 
     root = Path(cache or constants.HF_HUB_CACHE)
-    where = {"repo_id": repository, "cache_dir": str(root), "allow_patterns": list(FILES)}
+    where = {"repo_id": repository, "cache_dir": str(root), "allow_patterns": list(OUTLINE if outline else FILES)}
     missing, downloading = f"{checkpoint}: no such folder here, and ", False
     try:
         try:
@@ -64,7 +72,10 @@ def local_folder(
             folder = Path(snapshot_download(**where, revision=revision or None, local_files_only=True))
             tell(f"{repository}@{folder.name} from the cache; the hub cannot be reached")
             return folder
-        if not any(file.filename.endswith(".safetensors") for file in files):
+        names = [file.filename for file in files]
+        if outline and (absent := [name for name in OUTLINE if name not in names]):
+            raise CheckpointError(f"{missing}the repository of that name on the hub has no {absent[0]}")
+        if not outline and not any(name.endswith(".safetensors") for name in names):
             raise CheckpointError(f"{missing}the repository of that name on the hub has no safetensors files")
         commit = files[0].commit_hash
         needed = sum(file.file_size or 0 for file in files if file.will_download)

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -18,10 +19,12 @@ from jax.typing import DTypeLike
 from kimi_jax.checkpoint.errors import CheckpointError
 from kimi_jax.checkpoint.safetensors import (
     DTYPE_BYTES,
+    INDEX_NAME,
     NUMPY_DTYPES,
     Tensor,
     collector_paused,
     describe,
+    read_index,
 )
 from kimi_jax.parallel.placement import EMPTY, SlotExperts, slots_of_layer
 from kimi_jax.parameters import Declaration, Rules, declarations
@@ -254,6 +257,32 @@ def plan(
         raise CheckpointError(describe(problems))
     owners = {d: d.process_index for d in mesh.devices.flat} if process_of is None else process_of
     return Plan(tuple(arrays), owners, tuple(skipped))
+
+
+def declared_tensors(
+    directory: Path, module: nnx.Module, config_prefix: str, *, dtype: DTypeLike, num_experts: int
+) -> tuple[dict[str, Tensor], int]:
+    """The tensors an index names, with the shapes and types that a module declares, and the bytes of all of them.
+
+    For a plan before the shards are there. Tensors that the module does not declare have no bytes here; those of all
+    are the index's own figure, or the declared ones' where it has none. Arguments as for `plan`.
+
+    Raises:
+      CheckpointError: no index, or a broken one.
+    """
+    weight_map, total = read_index(directory / INDEX_NAME)
+    tensors = {key: Tensor(key, directory / name, "U8", (0,), 0) for key, name in weight_map.items()}
+    names = {kind: name for name, kind in NUMPY_DTYPES.items()}
+    for declaration in declarations(module, dtype):
+        for expert in range(num_experts) if declaration.stacked else (None,):
+            key = config_prefix + declaration.key(expert)
+            known = {key: (names[declaration.dtype], _tensor_shape(declaration))}
+            if declaration.path[-1] == "packed":
+                known[key.removesuffix("_packed") + "_shape"] = ("I32", (2,))
+            for each, (kind, shape) in known.items():
+                if each in tensors:
+                    tensors[each] = tensors[each]._replace(dtype=kind, shape=shape)
+    return tensors, sum(tensor.nbytes for tensor in tensors.values()) if total is None else total
 
 
 def lay_out(declaration: Declaration, mesh: Mesh, rules: Rules, key: str) -> tuple[NamedSharding, tuple[Block, ...]]:

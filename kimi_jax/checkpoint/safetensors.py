@@ -94,7 +94,7 @@ def open_checkpoint(directory: str | Path) -> dict[str, Tensor]:
         if not os.path.lexists(single):
             raise CheckpointError(f"{directory}: neither {INDEX_NAME} nor {SINGLE_NAME}; is this a checkpoint folder?")
         return read_header(single)
-    weight_map = _read_index(index)
+    weight_map, _ = read_index(index)
     counts = Counter(weight_map.values())
     for name in counts:
         if name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
@@ -174,17 +174,20 @@ def _entry(file: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int
     return dtype, shape, begin, end
 
 
-def _read_index(index: Path) -> Mapping[str, str]:
+def read_index(index: Path) -> tuple[Mapping[str, str], int | None]:
+    """File of each tensor, and the bytes of all where the index has them. Raises as `open_checkpoint`."""
     with os.fdopen(open_regular(index), "rb") as stream:
         if (size := os.fstat(stream.fileno()).st_size) > MAX_HEADER_BYTES:
             raise CheckpointError(f"{index}: {size:,} bytes, more than {MAX_HEADER_BYTES:,}; not an index")
-        weight_map = _parse_json(index, stream.read(), "index").get("weight_map")
+        parsed = _parse_json(index, stream.read(), "index")
+    weight_map, metadata = parsed.get("weight_map"), parsed.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: no weight_map")
     for key, name in weight_map.items():
         if not isinstance(name, str) or not name:
             raise CheckpointError(f"{index}: {key}: file name {name!r} is not text")
-    return weight_map
+    size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return weight_map, int(size) if isinstance(size, int | float) and size >= 0 else None
 
 
 def _parse_json(file: Path, text: bytes, what: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from kimi_jax.checkpoint import hub
 from kimi_jax.cli import BUNDLED_CHECKPOINT, MeshOptions, errors_in_one_line, on_disk
 from kimi_jax.config import ModelConfig
 from kimi_jax.standard_output import OutputConsole
@@ -40,22 +41,31 @@ class PlanOptions(MeshOptions):
 
 
 def run_plan(options: PlanOptions) -> None:
-    """Show what each process would read and hold, from the headers alone; nothing else is read."""
-    out = OutputConsole(soft_wrap=True)
-    with errors_in_one_line(Console(stderr=True, soft_wrap=True)):
+    """Show what each process would read and hold, from the headers alone; nothing else is read. Of a name on the hub
+    only config.json and the index are fetched: shapes are then the configuration's, dense weights bfloat16."""
+    out, status = OutputConsole(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+    with errors_in_one_line(status):
         machine = options.preset()
-        config = ModelConfig.from_json(options.checkpoint)
+        named = hub.is_name(options.checkpoint)
+        folder = on_disk(options.checkpoint, status, outline=True)
+        config = ModelConfig.from_json(folder)
         mesh = build_mesh(machine, simulate(machine.layout.num_devices))
         import jax.numpy as jnp
 
-        from kimi_jax.checkpoint.plan import plan, split_processes
+        from kimi_jax.checkpoint.plan import declared_tensors, plan, split_processes
         from kimi_jax.checkpoint.safetensors import open_checkpoint
         from kimi_jax.decoding.engine import model_for
         from kimi_jax.parallel.sharding import rules
 
         started = time.perf_counter()
         model = model_for(config, machine.layout)
-        tensors = open_checkpoint(options.checkpoint)
+        if named:
+            tensors, total = declared_tensors(
+                folder, model, config.key_prefix, dtype="bfloat16", num_experts=config.n_routed_experts
+            )
+        else:
+            tensors = open_checkpoint(folder)
+            total = sum(tensor.nbytes for tensor in tensors.values())
         matched = plan(
             tensors, model, config.key_prefix, mesh, rules(machine.layout),
             dtype=jnp.dtype("bfloat16" if options.dtype == "auto" else options.dtype),
@@ -68,9 +78,9 @@ def run_plan(options: PlanOptions) -> None:
         per_process = len(device_bytes) // options.processes
         summary = {
             "tensors": len(tensors),
-            "tensor_bytes": sum(tensor.nbytes for tensor in tensors.values()),
+            "tensor_bytes": total,
             "skipped_tensors": len(matched.skipped),
-            "skipped_bytes": sum(tensor.nbytes for tensor in matched.skipped),
+            "skipped_bytes": total - sum(t.nbytes for t in tensors.values()) + sum(t.nbytes for t in matched.skipped),
             "files": len({tensor.file for tensor in tensors.values()}),
             "mesh": machine.name,
             "layout": str(machine.layout),

@@ -1,5 +1,6 @@
 """Hub names, with huggingface_hub itself against a server on this machine that speaks the hub's protocol."""
 
+import functools
 import hashlib
 import http.server
 import json
@@ -16,6 +17,7 @@ from kimi_jax.checkpoint.errors import CheckpointError
 from kimi_jax.checkpoint.hub import local_folder
 from kimi_jax.checkpoint.safetensors import open_checkpoint
 from kimi_jax.cli import EngineOptions, open_engine
+from kimi_jax.commands import convert
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -210,6 +212,48 @@ def test_a_repository_without_weights_is_no_checkpoint(server, download):
         download()
 
 
+def test_a_plan_by_name_fetches_no_weights_and_equals_that_of_the_headers(server, tiny, tmp_path, monkeypatch, capsys):
+    fetch = functools.partial(local_folder, cache=tmp_path / "cache", endpoint=server.endpoint)
+    monkeypatch.setattr(hub, "local_folder", fetch)
+
+    def planned(checkpoint):
+        convert.run_plan(convert.PlanOptions(checkpoint=checkpoint, mesh="hgx-ib-16", processes=2, json=True))
+        return {k: v for k, v in json.loads(capsys.readouterr().out).items() if k != "plan_seconds"}
+
+    by_name = planned(Path(NAME))
+    fetched = {Path(path).name for command, path, _ in server.requests if command == "GET" and "/resolve/" in path}
+    assert fetched == {"config.json", "model.safetensors.index.json"}
+    assert by_name == planned(tiny.directory)
+    assert by_name["skipped_bytes"] == sum(
+        value.nbytes for key, value in tiny.tensors().items() if not key.startswith("language_model.")
+    )
+
+
+def test_a_plan_by_name_needs_an_index(server, tmp_path, monkeypatch, capsys):
+    del server.files["model.safetensors.index.json"]
+    fetch = functools.partial(local_folder, cache=tmp_path / "cache", endpoint=server.endpoint)
+    monkeypatch.setattr(hub, "local_folder", fetch)
+    with pytest.raises(SystemExit):
+        convert.run_plan(convert.PlanOptions(checkpoint=Path(NAME)))
+    assert f"{NAME}: no such folder here, and the repository of that name on the hub has no model.safe" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_plan_by_name_tells_what_the_index_lacks(server, tmp_path, monkeypatch, capsys):
+    index = json.loads(server.files["model.safetensors.index.json"])
+    del index["weight_map"]["language_model.lm_head.weight"]
+    index["weight_map"]["language_model.extra"] = "model-00001-of-000007.safetensors"
+    server.files["model.safetensors.index.json"] = json.dumps(index).encode()
+    fetch = functools.partial(local_folder, cache=tmp_path / "cache", endpoint=server.endpoint)
+    monkeypatch.setattr(hub, "local_folder", fetch)
+    with pytest.raises(SystemExit):
+        convert.run_plan(convert.PlanOptions(checkpoint=Path(NAME)))
+    shown = capsys.readouterr().err
+    assert "language_model.lm_head.weight: missing" in shown
+    assert "language_model.extra: not part of the model" in shown
+
+
 @pytest.mark.parametrize("name", ["gone", "/models/kimi", "a/b/c", "../a", "a/.b"])
 def test_what_is_no_name_is_a_path(name):
     assert local_folder(Path(name), pytest.fail) == Path(name)
@@ -223,7 +267,7 @@ def test_a_folder_wins_over_a_name(tmp_path, monkeypatch):
 
 def test_checkpoints_and_drafters_are_opened_by_name(monkeypatch):
     folders = {"owner/model": DATA / "tiny_random", "owner/drafter": DATA / "tiny_random_drafter"}
-    monkeypatch.setattr(hub, "local_folder", lambda path, tell: folders[str(path)])
+    monkeypatch.setattr(hub, "local_folder", lambda path, tell, outline: folders[str(path)])
     options = EngineOptions(checkpoint=Path("owner/model"))
     opened = open_engine(options, Console(quiet=True), Path("owner/drafter"))
     assert opened.folder == folders["owner/model"]
