@@ -29,12 +29,12 @@ from meshes.presets import Layout
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """What one rebalancing did. Balance is the load of the fullest rank over the mean, averaged over layers."""
+    """What one move did. Balance is the load of the fullest rank over the mean, averaged over the layers that moved."""
 
     round: int
     """Rounds that had been run, since the batch began."""
     before: float
-    """Balance of the loads counted since the last move, as experts lay then."""
+    """Balance of the loads counted since the last look, as experts lay then."""
     after: float
     """The same loads as experts lie now."""
     slots: int
@@ -57,6 +57,8 @@ class Rebalancer:
         self.every, self._mesh, self._layout = every, mesh, layout
         experts = model.config.n_routed_experts
         self.placements = {layer: Placement(slots, experts) for layer, slots in model.slot_experts.items()}
+        self.looks = 0
+        """How often loads were looked at; where no other place is better, experts stay."""
         self.moves: list[Move] = []
         self._weights = specs(model, rules(layout))["model"]["layers"]
         self._last = 0
@@ -67,13 +69,17 @@ class Rebalancer:
 
     def summary(self) -> str:
         """One line on the moves so far."""
-        if not self.moves:
+        if not self.looks:
             return f"experts have not moved: fewer than {self.every} rounds were run"
-        first, last, count = self.moves[0], self.moves[-1], len(self.moves)
+        count, looks = len(self.moves), f"{self.looks} look{'s' if self.looks > 1 else ''}"
+        if not self.moves:
+            return f"experts have not moved: {looks} at the loads found no better places"
         slots, seconds = sum(move.slots for move in self.moves), sum(move.seconds for move in self.moves)
+        before, after = (float(np.mean([getattr(move, when) for move in self.moves])) for when in ("before", "after"))
         return (
-            f"experts moved {count} time{'s' if count > 1 else ''} ({slots} slots in {seconds:.1f} s): the fullest "
-            f"rank had {first.before:.2f} × the mean load before the first move, {last.after:.2f} × after the last"
+            f"experts moved {count} time{'s' if count > 1 else ''} ({slots} slots in {seconds:.1f} s) in {looks} at "
+            f"the loads: by the loads counted before a move, the fullest rank had {before:.2f} × the mean as experts "
+            f"lay and {after:.2f} × as they lie after it, on average"
         )
 
     def begin(self) -> None:
@@ -88,33 +94,40 @@ class Rebalancer:
         """Moves experts where it is time; `target` and `placement` of the parameters change in place."""
         if rounds < self._last + self.every:
             return state
-        self._last, started = rounds, time.perf_counter()
+        self._last = rounds
         counted = state.counters.loads
         assert counted is not None
         loads = np.asarray(self._total(counted))
         if loads.any():
-            self._rebalance(rounds, started, parameters, loads)
+            self.consider(rounds, parameters, loads)
         return dataclasses.replace(state, counters=dataclasses.replace(state.counters, loads=self._zeros(counted)))
 
-    def _rebalance(
-        self, rounds: int, started: float, parameters: Parameters, loads: Int[np.ndarray, "layers experts"]
-    ) -> None:
-        ranks = self._layout.expert_ranks
+    def consider(self, rounds: int, parameters: Parameters, loads: Int[np.ndarray, "layers experts"]) -> None:
+        """Moves the experts of those layers whose fullest rank would have less of these loads than it has."""
+        started, ranks = time.perf_counter(), self._layout.expert_ranks
+        self.looks += 1
         slots = next(iter(self.placements.values())).num_slots
-        wanted = dict(zip(self.placements, balanced_placements(loads, ranks, slots), strict=True))
-        before = [imbalance(old, loads[i], ranks) for i, old in enumerate(self.placements.values()) if loads[i].any()]
-        after = [imbalance(new, loads[i], ranks) for i, new in enumerate(wanted.values()) if loads[i].any()]
-        moved = 0
-        for layer, new in wanted.items():
+        before, after, moved = [], [], 0
+        for layer, new, counted in zip(
+            list(self.placements), balanced_placements(loads, ranks, slots), loads, strict=True
+        ):
+            if not counted.any():
+                continue
+            now, then = (imbalance(placement, counted, ranks) for placement in (self.placements[layer], new))
+            if then >= now * (1 - 1e-9):  # equal up to rounding
+                continue
             sources = source_slots(self.placements[layer], new)
             moved += int((sources != np.arange(slots)).sum())
             layers = parameters["target"]["model"]["layers"]
             layers[layer]["mlp"]["experts"] = self._move(layers[layer]["mlp"]["experts"], self._replicated(sources))
             parameters["placement"][layer] = self._table(new)
-        self.placements = wanted
-        jax.block_until_ready(parameters["target"])
-        seconds = time.perf_counter() - started
-        self.moves.append(Move(rounds, float(np.mean(before)), float(np.mean(after)), moved, seconds))
+            self.placements[layer] = new
+            before.append(now)
+            after.append(then)
+        if before:
+            jax.block_until_ready(parameters["target"])
+            seconds = time.perf_counter() - started
+            self.moves.append(Move(rounds, float(np.mean(before)), float(np.mean(after)), moved, seconds))
 
     def _replicated(self, values: Int[np.ndarray, " _"]) -> Int[Array, " _"]:
         return host_arrays.place(values, self._mesh, PartitionSpec())

@@ -4,6 +4,9 @@ The published policies (DeepSeek-V3, arXiv 2412.19437, section 3.4; deepseek-ai/
 with the highest load per replica, one after the other, and replicas are packed onto ranks heaviest first. The global
 policy does so over all ranks. The hierarchical one first packs groups of experts onto nodes and keeps to them, which
 saves network traffic for models whose router keeps to groups; K2.6 has a single group, so it always gets the global.
+
+Beyond what is published, no rank holds an expert twice: the second replica would take a slot and spread nothing. So an
+expert has at most one replica a rank, and where the packing would put two together, two ranks exchange slots.
 """
 
 import json
@@ -20,31 +23,58 @@ from meshes.presets import expert_slots
 FORMAT = "expert placements 1"
 
 
-def pack_evenly(weights: Float[np.ndarray, " items"], packs: int) -> Int[np.ndarray, "packs items_per_pack"]:
+def pack_evenly(
+    weights: Float[np.ndarray, " items"], packs: int, kinds: Int[np.ndarray, " items"] | None = None
+) -> Int[np.ndarray, "packs items_per_pack"]:
     """Items by pack, as many in each, their sums as even as a greedy choice makes them.
 
-    Heaviest first (the lower index where equal), each to the lightest pack with room; in the order they came.
+    Heaviest first (the lower index where equal), each to the lightest pack with room; in the order they came. A pack
+    holds no two items of one of `kinds`, as long as no kind has more items than there are packs.
     """
     size = len(weights) // packs
     if size * packs != len(weights):
         raise ValueError(f"{len(weights)} items do not fill {packs} packs evenly")
     if size == 1:
         return np.arange(packs)[:, None]
+    kind = np.arange(len(weights)) if kinds is None else kinds
     held: list[list[int]] = [[] for _ in range(packs)]
     sums = np.zeros(packs)
-    for item in np.argsort(-weights, kind="stable"):
-        lightest = min((pack for pack in range(packs) if len(held[pack]) < size), key=sums.__getitem__)
-        held[lightest].append(int(item))
-        sums[lightest] += weights[item]
+
+    def without(pack: int, item: int) -> bool:
+        return all(kind[other] != kind[item] for other in held[pack])
+
+    for item in np.argsort(-weights, kind="stable").tolist():
+        room = sorted((pack for pack in range(packs) if len(held[pack]) < size), key=sums.__getitem__)
+        to = next((pack for pack in room if without(pack, item)), None)
+        if to is None:  # every pack with room has one: a full pack takes it and gives up the item nearest in weight
+            to = room[0]
+            swaps = [
+                (weights[other] - weights[item], sums[pack], pack, place)
+                for pack in range(packs) if without(pack, item)
+                for place, other in enumerate(held[pack]) if without(to, other)
+            ]  # fmt: skip
+            if swaps:
+                _, _, pack, place = min(swaps)
+                moved, held[pack][place] = held[pack][place], item
+                sums[pack] += weights[item] - weights[moved]
+                item = moved
+        held[to].append(item)
+        sums[to] += weights[item]
     return np.array(held)
 
 
-def replicate(loads: Float[np.ndarray, " experts"], num_replicas: int) -> Int[np.ndarray, " replicas"]:
-    """The expert of each replica: every expert once, then again and again the one with the highest load a replica."""
+def replicate(
+    loads: Float[np.ndarray, " experts"], num_replicas: int, most: int | None = None
+) -> Int[np.ndarray, " replicas"]:
+    """The expert of each replica: every expert once, then again and again the one with the highest load a replica.
+
+    None gets more than `most` replicas before all have as many.
+    """
     counts = np.ones(len(loads))
     experts = list(range(len(loads)))
     for _ in range(num_replicas - len(loads)):
-        heaviest = int(np.argmax(loads / counts))
+        free = counts < (most or np.inf)
+        heaviest = int(np.argmax(np.where(free if free.any() else True, loads / counts, -1)))
         experts.append(heaviest)
         counts[heaviest] += 1
     return np.array(experts)
@@ -55,7 +85,8 @@ def rebalance(
 ) -> Int[np.ndarray, " slots"]:
     """The expert in each slot of one layer; slots of a rank are contiguous, ranks of a node too.
 
-    Hierarchical where `nodes` divides `groups`, global otherwise.
+    Hierarchical where `nodes` divides `groups`, global otherwise. No rank holds an expert twice, unless there are more
+    slots than experts times ranks (of a node).
 
     Args:
       loads: rows that chose each expert, over any time.
@@ -84,9 +115,9 @@ def rebalance(
     for node in pack_evenly(loads[grouped].sum(1), nodes):
         held = grouped[node].reshape(-1)
         # The published code numbers a node's experts by group in the order packed, and its ties follow that order.
-        replicas = held[replicate(loads[held], num_slots // nodes)]
+        replicas = held[replicate(loads[held], num_slots // nodes, most=ranks // nodes)]
         counts = np.bincount(replicas, minlength=experts)
-        packed = pack_evenly((loads / np.maximum(counts, 1))[replicas], ranks // nodes)
+        packed = pack_evenly((loads / np.maximum(counts, 1))[replicas], ranks // nodes, replicas)
         slots.append(replicas[packed].reshape(-1))
     return np.concatenate(slots)
 

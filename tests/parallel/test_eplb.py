@@ -48,10 +48,11 @@ def test_global_policy_where_nodes_do_not_divide_groups():
     for loads in LOADS:
         globally = rebalance(loads, 24, ranks=6, groups=4, nodes=3)
         np.testing.assert_array_equal(globally, rebalance(loads, 24, ranks=6))
-    expected = [10, 6, 10, 7, 0, 2, 11, 4, 5, 9, 5, 4, 8, 3, 1, 1]
+    # The published code puts both replicas of expert 1 on the last rank, and 3 beside 8.
+    expected = [10, 6, 10, 7, 0, 2, 11, 4, 5, 9, 5, 4, 8, 1, 1, 3]
     np.testing.assert_array_equal(rebalance(LOADS[0], 16, ranks=8), expected)
     by_rank = rank_loads(Placement(tuple(expected), 12), LOADS[0], 8)
-    np.testing.assert_allclose(by_rank, [130.5, 95.5, 130, 138, 138.5, 134.5, 134, 132])
+    np.testing.assert_allclose(by_rank, [130.5, 95.5, 130, 138, 138.5, 134.5, 139, 127])
 
 
 def test_replicas_go_to_the_highest_load_a_replica():
@@ -77,6 +78,42 @@ def test_balance_on_skewed_loads(ranks, slots, bound):
     assert balanced < bound
     assert before > 1.1
     assert balanced < before
+
+
+def held_twice(slots: np.ndarray, ranks: int) -> int:
+    return sum(len(rank) - len(set(rank)) for rank in np.asarray(slots).reshape(ranks, -1).tolist())
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_no_rank_holds_an_expert_twice(seed):
+    """Loads of every kind, with ties and without any, over one node or several."""
+    rng = np.random.default_rng(seed)
+    skewed = rng.pareto(1.2, 384) * 100
+    slots = rebalance(skewed, 432, 72)
+    assert held_twice(slots, 72) == 0
+    assert sorted(set(slots.tolist())) == list(range(384))
+    for _ in range(10):
+        nodes, each = int(rng.choice([1, 2, 4])), int(rng.integers(1, 5))
+        groups, ranks = nodes * int(rng.integers(1, 4)), nodes * each
+        experts = groups * int(rng.integers(1, 7))
+        on_rank = -(-experts // ranks) + int(rng.integers(0, 4))
+        powers = 10.0 ** rng.integers(0, 6, experts)
+        for loads in (rng.pareto(0.5, experts), rng.integers(0, 3, experts), np.zeros(experts), powers):
+            slots = rebalance(loads, on_rank * ranks, ranks, groups, nodes)
+            assert set(slots.tolist()) == set(range(experts))
+            assert held_twice(slots, ranks) == ranks * max(0, on_rank - experts // nodes)
+
+
+def test_replicas_stop_at_one_a_rank():
+    assert np.bincount(replicate(np.array([1000.0, 1, 1, 2]), 8, most=3)).tolist() == [3, 2, 1, 2]
+    assert np.bincount(replicate(np.array([9.0, 1]), 8, most=3)).tolist() == [5, 3], "all have as many: it goes on"
+
+
+def test_two_ranks_exchange_slots_where_the_last_one_with_room_holds_the_expert():
+    packed = pack_evenly(np.array([9.0, 9, 8, 5, 5, 1]), 2, np.array([0, 1, 2, 3, 3, 3]))
+    assert packed.tolist() == [[0, 2, 4], [1, 3, 5]], "three of a kind do not fit two packs"
+    packed = pack_evenly(np.array([9.0, 5, 5, 5, 1, 1]), 2, np.array([0, 1, 2, 3, 4, 4]))
+    assert held_twice(np.array([0, 1, 2, 3, 4, 4])[packed], 2) == 0
 
 
 def test_nvl72_has_48_replicas_by_default():
