@@ -1,0 +1,105 @@
+"""An automatic budget: how many rows the next dispatch verifies, from what rounds cost and what drafts gave.
+
+Each row count is a program of its own; this picks among them between dispatches, in plain Python on the host. The best
+count has the most expected tokens per unit of time (as CaDDTree, arXiv 2606.01813, chooses within a round). A drafter
+is described by one number, the tokens of a round with a tree of REFERENCE_ROWS, because a tree's size matters far less
+than how well its drafter knows the text.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from kimi_jax.ddtree.budget import ROW_COUNTS
+
+REFERENCE_ROWS = 8
+"""Rows of the smallest tree, and those of a probe."""
+GROWTH = 1.08
+"""Drafted tokens a round, the next tree over this one, for each doubling of its rows: 1.05 to 1.10 in the published
+sweeps of DDTree (arXiv 2604.12989) and on the bundled model."""
+PROBE_ROUNDS = 2
+"""Rounds of a dispatch that only finds out how good the drafts are."""
+PROBE_EVERY = 16
+"""Plain dispatches after which drafts are tried again."""
+HALF_LIFE = 64
+"""Rounds, over all requests, after which a measured round counts half."""
+PRIOR_ROUNDS = 4
+"""Rounds that a prior acceptance counts for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundCosts:
+    """What a round costs by the rows it verifies for each request, for a fixed number of requests."""
+
+    microseconds: Mapping[int, float]
+    """By rows, the root included: 1 is a round without a draft. Row counts that are absent are not chosen."""
+    source: Literal["measured", "estimated"]
+
+    def __post_init__(self) -> None:
+        wrong = [rows for rows in self.microseconds if rows not in ROW_COUNTS]
+        if 1 not in self.microseconds or wrong:
+            raise ValueError(f"costs are needed for 1 row and others of {ROW_COUNTS}, not for {[*self.microseconds]}")
+        if not all(0 < time < math.inf for time in self.microseconds.values()):
+            raise ValueError(f"costs must be positive and finite, not {[*self.microseconds.values()]} µs")
+
+
+class AutomaticBudget:
+    """Picks the rows of every dispatch of an engine's batches of one size, and learns from each.
+
+    It starts plain where nothing is known of the drafter, tries drafts for PROBE_ROUNDS, and then takes what pays.
+
+    Args:
+      costs: of a round.
+      block: tokens of the drafter's block: no round gives more.
+      prior: tokens a round with a tree of REFERENCE_ROWS that the drafter is known for; None where it is not.
+    """
+
+    def __init__(self, costs: RoundCosts, block: int, prior: float | None = None):
+        self.costs, self._block = costs, block
+        self._rounds = 0.0 if prior is None else float(PRIOR_ROUNDS)
+        self._tokens = 0.0 if prior is None else prior * PRIOR_ROUNDS
+        self._plain_dispatches = 0
+
+    @property
+    def acceptance(self) -> float | None:
+        """Tokens a round with a tree of REFERENCE_ROWS, a decayed mean over drafted rounds; None before any."""
+        return self._tokens / self._rounds if self._rounds else None
+
+    def expected(self, rows: int) -> float:
+        """Tokens of a round that verifies so many rows a request."""
+        if rows == 1 or self.acceptance is None:
+            return 1.0
+        return min(1 + (self.acceptance - 1) * _growth(rows), rows, self._block)
+
+    def next(self, rounds: int) -> tuple[int, int]:
+        """Rows of the next dispatch, and its rounds where `rounds` are wanted: a probe takes few."""
+        drafts = [rows for rows in self.costs.microseconds if rows > 1]
+        if not drafts:
+            return 1, rounds
+        if self._plain_dispatches >= (1 if self.acceptance is None else PROBE_EVERY):
+            return min(drafts), min(rounds, PROBE_ROUNDS)
+        speed = {rows: self.expected(rows) / cost for rows, cost in sorted(self.costs.microseconds.items())}
+        return max(speed, key=lambda rows: speed[rows]), rounds
+
+    def observe(self, rows: int, rounds: int, tokens: int) -> None:
+        """Learns from a dispatch: its rounds, added up over the requests, and the tokens that they accepted."""
+        kept = 0.5 ** (rounds / HALF_LIFE)  # plain rounds too: what was seen long ago says less
+        self._rounds, self._tokens = kept * self._rounds, kept * self._tokens
+        if rows == 1:
+            self._plain_dispatches += 1
+        elif rounds:
+            self._plain_dispatches = 0
+            self._rounds += rounds
+            self._tokens += rounds + (tokens - rounds) / _growth(rows)
+
+    def as_dict(self) -> dict[str, object]:
+        """For `--json`."""
+        times = {rows: round(time, 1) for rows, time in sorted(self.costs.microseconds.items())}
+        acceptance = None if self.acceptance is None else round(self.acceptance, 3)
+        return {"round_us_by_rows": times, "costs": self.costs.source, "expected_tokens_a_round": acceptance}
+
+
+def _growth(rows: int) -> float:
+    """Drafted tokens with so many rows over those with REFERENCE_ROWS."""
+    return GROWTH ** math.log2(rows / REFERENCE_ROWS)
