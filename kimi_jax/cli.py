@@ -35,7 +35,8 @@ from meshes.hardware import GPU, GPUS
 from meshes.presets import Layout, Preset, preset
 
 if TYPE_CHECKING:
-    from kimi_jax.decoding.engine import Engine
+    from kimi_jax.decoding.automatic import RoundCosts
+    from kimi_jax.decoding.engine import Costs, Engine
 
 ASSETS = Path(__file__).parent / "assets"
 BUNDLED_CHECKPOINT = ASSETS / "small"
@@ -169,8 +170,24 @@ def open_engine(options: EngineOptions, console: Console, drafter: Path | None =
     gpu = next((GPUS[name] for name in machine.gpu_names if kind.startswith(GPUS[name].device_kind)), None)
     if mesh.size == 1 and devices.simulated and name == "float32":
         engine = engine.for_cpu()
-    engine = dataclasses.replace(engine, watchdog=watchdog)
-    return Opened(engine, machine, f"{where}, {name}", gpu or GPUS[machine.gpu_names[0]], folder)
+    gpu = gpu or GPUS[machine.gpu_names[0]]
+    costs = estimated_costs(machine, gpu, engine) if mesh.size > 1 and devices.simulated else None
+    engine = dataclasses.replace(engine, watchdog=watchdog, costs=costs)
+    return Opened(engine, machine, f"{where}, {name}", gpu, folder)
+
+
+def estimated_costs(machine: Preset, gpu: GPU, engine: "Engine") -> "Costs":
+    """What rounds would cost on the GPUs that simulated devices stand for."""
+
+    def costs(requests: int, context: int) -> "RoundCosts":
+        from kimi_jax.estimator.rounds import round_costs
+
+        assert engine.drafter is not None
+        return round_costs(
+            machine, gpu, engine.config, engine.drafter.config, requests=requests, context=context
+        )
+
+    return costs
 
 
 def check_configurations(checkpoint: Path, layout: Layout, drafter: Path | None = None) -> None:

@@ -90,7 +90,7 @@ def _speeds(options: SpeculationOptions, with_peers: bool) -> None:
 
         prompts = read_prompts(options.file) if options.file else [Prompt.of(text) for text in PROMPTS]
         ids = encode(prompts, opened.engine.tokenizer, raw=False, thinking=not options.instant, system=None)
-        drafts = [PLAIN, Draft("chain"), *(Draft("ddtree", budget) for budget in options.budgets)]
+        drafts = [PLAIN, Draft(), Draft("chain"), *(Draft("ddtree", budget) for budget in options.budgets)]
         steps = (len(drafts) + with_peers) * (options.repeats + 1)
         with Progress(console=status, transient=True, disable=not status.is_terminal) as bar:
             task = bar.add_task("decoding", total=steps)

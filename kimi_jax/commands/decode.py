@@ -8,9 +8,9 @@ Examples:
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -19,7 +19,6 @@ from kimi_jax.cli import (
     BUNDLED_CHECKPOINT,
     BUNDLED_DRAFTER,
     EngineOptions,
-    Opened,
     errors_in_one_line,
     open_engine,
     table_console,
@@ -28,9 +27,6 @@ from kimi_jax.prompts import Prompt, encode, read_prompts
 from kimi_jax.text_files import read_standard_input, require_folder, require_writable
 from kimi_jax.text_output import Reader, Screen, as_json
 from meshes.devices import use_cpu_if_no_gpu
-
-if TYPE_CHECKING:
-    from kimi_jax.ddtree.budget import CostTable
 
 FORM = tyro.conf.create_mutex_group(required=False, title="prompt form")
 MODE = tyro.conf.create_mutex_group(required=False, title="thinking")
@@ -195,10 +191,9 @@ def main(options: Options) -> None:
             for prompt in prompts
         ]
         screen, report = Screen(prompts, readers), Report(len(prompts))
-        costs = round_costs_of(opened, context=max(map(len, ids)) + options.max_new_tokens)
         trace = Trace(options.trace)
         with status.status("compiling") as spinner:
-            for progress in engine.generate(ids, limits, sampling, options.seed, draft, costs):
+            for progress in engine.generate(ids, limits, sampling, options.seed, draft):
                 spinner.stop()
                 trace.dispatched()
                 report.add(progress)
@@ -211,7 +206,7 @@ def main(options: Options) -> None:
         if options.xla_dump is not None:
             with status.status("compiling again for the dump"):
                 dump_generation(
-                    engine, opened.machine, opened.gpu.name, engine.programs(sampling, draft, len(prompts), costs),
+                    engine, opened.machine, opened.gpu.name, engine.programs(sampling, draft),
                     options.xla_dump, requests=len(prompts), context=max(map(len, ids)),
                     new_tokens=options.max_new_tokens,
                 )  # fmt: skip
@@ -227,7 +222,7 @@ def main(options: Options) -> None:
                 save_placements(options.save_placement, list(engine.rebalancer.placements.values()))
         if options.time_parts:
             with status.status("timing the parts of a round"):
-                seconds = engine.part_seconds(ids, limits, sampling, draft, costs)
+                seconds = engine.part_seconds(ids, limits, sampling, draft)
             shares["round_seconds_by_part"] = seconds
             whole = sum(seconds.values())
             parts = ", ".join(f"{part} {time / whole:.0%}" for part, time in seconds.items())
@@ -240,21 +235,6 @@ def main(options: Options) -> None:
             summary = report.as_dict() | {"ran": opened.where, "speculation": kind} | shares
             summary["implementations"] = [dataclasses.asdict(pick) for pick in picks]
             print(as_json({"results": results, "summary": summary}))
-
-
-def round_costs_of(opened: Opened, context: int) -> "Callable[[int], CostTable]":
-    """Requests to the estimated costs of a round on the machine's GPUs."""
-
-    def costs(requests: int) -> "CostTable":
-        from kimi_jax.estimator.rounds import round_costs
-
-        engine = opened.engine
-        assert engine.drafter is not None
-        return round_costs(
-            opened.machine, opened.gpu, engine.config, engine.drafter.config, requests=requests, context=context
-        )
-
-    return costs
 
 
 def result(prompt: Prompt, prompt_ids: list[int], reader: Reader) -> dict[str, Any]:

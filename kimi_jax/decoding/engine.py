@@ -16,7 +16,8 @@ from kimi_jax.checkpoint import huggingface
 from kimi_jax.checkpoint.sharded.manifest import is_sharded, read_manifest
 from kimi_jax.checkpoint.sharded.reader import restore
 from kimi_jax.config import ModelConfig
-from kimi_jax.ddtree.budget import ROW_COUNTS, CostTable
+from kimi_jax.ddtree.budget import ROW_COUNTS
+from kimi_jax.decoding.automatic import AutomaticBudget, RoundCosts
 from kimi_jax.decoding.cpu_form import cpu_form
 from kimi_jax.decoding.generate import Limits, Progress, generate, one_each, token_rows
 from kimi_jax.decoding.kernels import Pick, picks
@@ -24,7 +25,7 @@ from kimi_jax.decoding.programs import Programs
 from kimi_jax.decoding.rebalance import Rebalancer
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.decoding.speculation import DFlashSpeculation, NoSpeculation, Speculation
-from kimi_jax.decoding.timing import part_seconds
+from kimi_jax.decoding.timing import measure_rounds, part_seconds
 from kimi_jax.drafter.config import DrafterConfig
 from kimi_jax.drafter.dflash import DFlash
 from kimi_jax.drafter.loader import load_drafter
@@ -44,8 +45,8 @@ from meshes.presets import Layout, expert_slots
 STOP_TOKENS = ("<|im_end|>", "[EOS]")
 """K2.6 ends a turn with <|im_end|> and then [EOS]; config.json names only one of the two."""
 
-Costs = Callable[[int], CostTable]
-"""Requests of a batch, over the whole mesh, to what a round costs by its rows."""
+Costs = Callable[[int, int], RoundCosts]
+"""Requests of a batch, over the whole mesh, and cached positions of each, to what a round costs by its rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Draft:
 
     kind: Literal["none", "chain", "ddtree"] = "ddtree"
     budget: int | Literal["auto"] = "auto"
-    """Tree nodes a request, the root not counted; auto weighs expected tokens against cost every round."""
+    """Tree nodes a request, the root not counted; auto weighs expected tokens against cost before every dispatch."""
     keep_chain: bool = False
     """Always verify the argmax chain; the rest of the budget goes to the best other prefixes."""
     shared: bool = False
@@ -71,7 +72,7 @@ class Draft:
 
 PLAIN = Draft(kind="none")
 MOST_NODES = ROW_COUNTS[-1] - 1
-"""Tree nodes that `auto` chooses from."""
+"""Tree nodes that `auto` chooses at most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +91,8 @@ class Engine:
     """Told of every dispatch that has ended."""
     rebalancer: Rebalancer | None = None
     """Moves experts between dispatches; then `placement` is among the parameters, and the model's own is outdated."""
+    costs: Costs | None = None
+    """What rounds cost on the machine that simulated devices stand for; None for real devices, which are measured."""
 
     @property
     def rules(self) -> Rules:
@@ -107,48 +110,69 @@ class Engine:
         return tuple(sorted({*self.config.eos_token_ids, *(self.tokenizer.special_id(name) for name in STOP_TOKENS)}))
 
     @functools.cached_property
-    def _programs(self) -> dict[tuple[Sampling, Draft, int], Programs]:
+    def _programs(self) -> dict[tuple[Sampling, Draft], Programs]:
         return {}
 
-    def programs(
-        self, sampling: Sampling, draft: Draft = PLAIN, requests: int = 1, costs: Costs | None = None
-    ) -> Programs:
+    @functools.cached_property
+    def _automatic(self) -> dict[tuple[Sampling, Draft, int], AutomaticBudget]:
+        return {}
+
+    def programs(self, sampling: Sampling, draft: Draft = PLAIN) -> Programs:
         """The programs for one way of sampling and drafting, compiled once.
 
-        An automatic budget keeps the costs of its first call with as many requests: new ones would be compiled anew.
+        With an automatic budget they draft nothing by themselves: `with_rows` gives those that do.
 
         Raises:
-          ValueError: drafting without a drafter, or an automatic budget without costs.
+          ValueError: drafting without a drafter.
         """
-        key = (sampling, draft, requests if draft.budget == "auto" else 0)
+        key = (sampling, draft)
         if key not in self._programs:
-            speculation = self._speculation(draft, requests, costs)
             self._programs[key] = Programs(
-                self.model, self.mesh, self.rules, sampling, self.stop_ids, self.dtype, speculation,
+                self.model, self.mesh, self.rules, sampling, self.stop_ids, self.dtype, self._speculation(draft),
                 experts_move=self.rebalancer is not None,
                 exchange_may_overflow=may_overflow(self.layout),
             )  # fmt: skip
         return self._programs[key]
 
-    def _speculation(self, draft: Draft, requests: int, costs: Costs | None) -> Speculation:
+    def automatic(
+        self, sampling: Sampling, draft: Draft, requests: int, limits: Limits, longest: int
+    ) -> AutomaticBudget | None:
+        """What picks the rows of every dispatch; None where the budget is fixed.
+
+        It is kept while the engine is open, one for each number of requests, with the costs of its first call: those
+        the engine has, or measured now.
+
+        Args:
+          longest: tokens of the longest prompt.
+        """
+        if draft.kind != "ddtree" or draft.budget != "auto":
+            return None
+        assert self.drafter is not None
+        key = (sampling, draft, requests)
+        if key not in self._automatic:
+            programs = self.programs(sampling, draft)
+            if self.costs is not None:
+                costs = self.costs(requests, longest + limits.max_new_tokens)
+            else:
+                costs = measure_rounds(programs, self.parameters, requests, longest, limits)
+            config = self.drafter.config
+            self._automatic[key] = AutomaticBudget(costs, config.block_size, config.acceptance_length)
+        return self._automatic[key]
+
+    def _speculation(self, draft: Draft) -> Speculation:
         if draft.kind == "none" or draft.budget == 0:
             return NoSpeculation()
         if self.drafter is None:
             raise ValueError(f"speculation {draft.kind} needs a drafter: open the checkpoint with one")
         longest = self.drafter.config.block_size - 1
         if draft.kind == "chain":
-            budget, table = longest if draft.budget == "auto" else min(draft.budget, longest), None
-        elif draft.budget == "auto":
-            if costs is None:
-                raise ValueError("an automatic budget needs costs: give them, or a number of nodes")
-            budget, table = MOST_NODES, costs(requests)
+            budget = longest if draft.budget == "auto" else min(draft.budget, longest)
         else:
-            budget, table = draft.budget, None
+            budget = 0 if draft.budget == "auto" else draft.budget
         return DFlashSpeculation(
             drafter=self.drafter,
             shape="chain" if draft.kind == "chain" else "tree",
             budget=budget,
-            costs=table,
             keep_chain=draft.keep_chain or draft.synthetic is not None,
             shared=draft.shared,
             synthetic=draft.synthetic,
@@ -162,7 +186,6 @@ class Engine:
         sampling: Sampling,
         seed: int | Sequence[int] = 0,
         draft: Draft = PLAIN,
-        costs: Costs | None = None,
         samples: Sequence[int] | None = None,
     ) -> Iterator[Progress]:
         """Decodes a batch of prompts given as ids, with one seed or one for each; see `decoding.generate`.
@@ -173,10 +196,13 @@ class Engine:
         seeds = one_each("seeds", seed, len(prompts))
         ways = (self.layout, np.dtype(self.dtype).name, limits, sampling, seeds, samples, draft)
         require_agreement("prompts or options", (prompts, *ways))
-        programs = self.programs(sampling, draft, len(prompts), costs)
+        programs = self.programs(sampling, draft)
         # On GPUs float32 matrix products would be rounded to TF32 otherwise; bfloat16 ones do not change.
         with jax.default_matmul_precision("highest"):
-            for progress in generate(programs, self.parameters, prompts, limits, seeds, self.rebalancer, samples):
+            automatic = self.automatic(sampling, draft, len(prompts), limits, max(map(len, prompts), default=1))
+            for progress in generate(
+                programs, self.parameters, prompts, limits, seeds, self.rebalancer, samples, automatic
+            ):
                 if self.watchdog is not None:
                     self.watchdog.beat()
                 yield progress
@@ -226,10 +252,12 @@ class Engine:
         limits: Limits,
         sampling: Sampling,
         draft: Draft = PLAIN,
-        costs: Costs | None = None,
     ) -> dict[str, float]:
-        """Seconds of a round by part; see `decoding.timing`."""
-        programs = self.programs(sampling, draft, len(prompts), costs)
+        """Seconds of a round by part; see `decoding.timing`. An automatic budget takes the rows it would pick now."""
+        programs = self.programs(sampling, draft)
+        automatic = self.automatic(sampling, draft, len(prompts), limits, max(map(len, prompts)))
+        if automatic is not None:
+            programs = programs.with_rows(automatic.next(1)[0])
         with jax.default_matmul_precision("highest"):
             return part_seconds(programs, self.parameters, prompts, limits)
 

@@ -7,8 +7,9 @@ from typing import cast
 
 import jax
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, UInt32
 
+from kimi_jax.decoding.automatic import AutomaticBudget
 from kimi_jax.decoding.programs import Programs
 from kimi_jax.decoding.rebalance import Rebalancer
 from kimi_jax.decoding.sampling import request_keys
@@ -63,6 +64,7 @@ def generate(
     seed: int | Sequence[int] = 0,
     rebalancer: Rebalancer | None = None,
     samples: Sequence[int] | None = None,
+    automatic: AutomaticBudget | None = None,
 ) -> Iterator[Progress]:
     """Decodes a batch of prompts of any lengths, yielding after every dispatch. A stop token is the last of its text.
 
@@ -73,6 +75,7 @@ def generate(
       seed: of all prompts, or one for each. What is sampled for a prompt depends on its own seed and sample number.
       samples: number of each prompt among those that share its seed; 0 by default, so equal prompts with equal seeds
         get equal texts.
+      automatic: picks the rows that each dispatch verifies; without it they are those of the programs.
 
     Raises:
       ValueError: an empty prompt, ids that are no integers or outside the vocabulary, more positions than the model
@@ -82,22 +85,49 @@ def generate(
     started = time.perf_counter()
     parameters = {name: parameters[name] for name in programs.needs}
     state = prefill(programs, parameters, prompts, limits, seed, samples)
-    seen, rounds, done = [0] * len(prompts), 1, False
+    seen, wanted, done = [0] * len(prompts), 1, False
+    snapshot = None
     if rebalancer is not None:
         rebalancer.begin()
     while not done:
-        state, snapshot = programs.decode(parameters, state, np.int32(rounds))
-        snapshot = jax.tree.map(lambda x: np.asarray(x)[: len(prompts)] if x.ndim else np.asarray(x), snapshot)
+        state, snapshot = dispatch(programs, parameters, state, wanted, automatic, snapshot)
+        snapshot = jax.tree.map(lambda x: x[: len(prompts)] if x.ndim else x, snapshot)
         _raise_if_failed(snapshot)
         ends = snapshot.counts.tolist()
         new = [snapshot.emitted[row, seen[row] : end].tolist() for row, end in enumerate(ends)]
         finished = snapshot.finished.tolist()
-        seen, rounds, done = ends, limits.rounds_per_dispatch, all(finished)
+        seen, wanted, done = ends, limits.rounds_per_dispatch, all(finished)
         yield Progress(new, finished, time.perf_counter() - started, snapshot)
         if rebalancer is not None and not done:
-            run = int(snapshot.rounds.max())
-            state = rebalancer.after(run, parameters, state)
-            rounds = min(rounds, rebalancer.rounds_left(run))
+            longest = int(snapshot.rounds.max())
+            state = rebalancer.after(longest, parameters, state)
+            wanted = min(wanted, rebalancer.rounds_left(longest))
+
+
+def dispatch(
+    programs: Programs, parameters: Parameters, state: DecodeState, rounds: int,
+    automatic: AutomaticBudget | None, before: Snapshot | None,
+) -> tuple[DecodeState, Snapshot]:  # fmt: skip
+    """Runs up to so many rounds and reads what came, as NumPy arrays.
+
+    With an automatic budget they have the rows it picks, and it learns from what came since `before`, the snapshot of
+    the dispatch before this one.
+    """
+    if automatic is None:
+        state, snapshot = programs.decode(parameters, state, np.int32(rounds))
+        return state, jax.tree.map(np.asarray, snapshot)
+    rows, rounds = automatic.next(rounds)
+    state, snapshot = programs.with_rows(rows).decode(parameters, state, np.int32(rounds))
+    snapshot = jax.tree.map(np.asarray, snapshot)
+    ended = np.zeros(2, int) if before is None else _rounds_and_tokens(before)
+    automatic.observe(rows, *(_rounds_and_tokens(snapshot) - ended).tolist())
+    return state, snapshot
+
+
+def _rounds_and_tokens(snapshot: Snapshot) -> np.ndarray:
+    """Rounds run so far and tokens that they accepted, over all requests."""
+    lengths = np.arange(snapshot.accepted.shape[1])
+    return np.array([snapshot.rounds.sum(), (snapshot.accepted @ lengths).sum()])
 
 
 def prefill(
@@ -119,8 +149,6 @@ def prefill(
     requests = -(-len(prompts) // multiple) * multiple
     longest = max(map(len, prompts))
     chunk = chunk_rows(longest, limits)
-    steps = programs.speculation.max_depth + 1
-    capacity = _round_up(max(longest + limits.max_new_tokens + steps, limits.least_capacity), programs.cache_multiple)
     empty = requests - len(prompts)
     padded = [*prompts, *[[] for _ in range(empty)]]
     seeds, numbers = (
@@ -131,11 +159,9 @@ def prefill(
     def place(values: np.ndarray) -> Array:
         return host_arrays.place(values, programs.mesh, REQUESTS)
 
-    budgets = np.asarray([limits.max_new_tokens if prompt else 0 for prompt in padded], np.int32)
-    state = programs.start(
-        place(request_keys([*seeds, *[0] * empty], [*numbers, *[0] * empty])), place(budgets),
-        capacity=capacity, max_new_tokens=limits.max_new_tokens,
-    )  # fmt: skip
+    budgets = [limits.max_new_tokens if prompt else 0 for prompt in padded]
+    keys = request_keys([*seeds, *[0] * empty], [*numbers, *[0] * empty])
+    state = start(programs, keys, budgets, longest, limits)
     for first in range(0, longest, chunk):
         tokens = np.zeros((requests, chunk), np.int32)
         counts = np.zeros(requests, np.int32)
@@ -146,6 +172,16 @@ def prefill(
         state = programs.prefill(parameters, state, place(tokens), place(counts))
 
     return state
+
+
+def start(
+    programs: Programs, keys: UInt32[np.ndarray, "requests 2"], budgets: Sequence[int], longest: int, limits: Limits
+) -> DecodeState:
+    """The state before anything has run, for prompts of at most `longest` tokens; `budgets` limits their new ones."""
+    steps = programs.speculation.max_depth + 1
+    capacity = _round_up(max(longest + limits.max_new_tokens + steps, limits.least_capacity), programs.cache_multiple)
+    placed = (host_arrays.place(x, programs.mesh, REQUESTS) for x in (keys, np.asarray(budgets, np.int32)))
+    return programs.start(*placed, capacity=capacity, max_new_tokens=limits.max_new_tokens)
 
 
 def token_rows(prompts: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -10,7 +10,7 @@ tokens, and commits the accepted path. Without a drafter the tree is its root: t
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kimi_jax.ddtree.acceptance import Acceptance, emit
 from kimi_jax.ddtree.tree import DraftTree
 from kimi_jax.decoding.sampling import Sampling, next_tokens
-from kimi_jax.decoding.speculation import NoSpeculation, Speculation
+from kimi_jax.decoding.speculation import DFlashSpeculation, NoSpeculation, Speculation
 from kimi_jax.decoding.state import FINE, Counters, DecodeState, Snapshot, initial_state
 from kimi_jax.model.cache import Latents, commit
 from kimi_jax.model.moe import MixtureOfExperts
@@ -74,6 +74,17 @@ class Programs:
     """The placement of experts is an argument and not part of the programs, and their loads are counted."""
     exchange_may_overflow: bool = False
     """Count the exchanges that took the exact path."""
+
+    def with_rows(self, rows: int) -> "Programs":
+        """The same with draft trees of so many rows, the root included. It takes this one's states; compiled once."""
+        if rows not in self._by_rows:
+            speculation = dataclasses.replace(cast(DFlashSpeculation, self.speculation), budget=rows - 1)
+            self._by_rows[rows] = dataclasses.replace(self, speculation=speculation)
+        return self._by_rows[rows]
+
+    @functools.cached_property
+    def _by_rows(self) -> "dict[int, Programs]":
+        return {}
 
     @property
     def request_multiple(self) -> int:
@@ -219,7 +230,7 @@ class Programs:
         def verify(parameters: Parameters, state: DecodeState) -> Verified:
             model, speculation = self._bind(parameters)
             tree = speculation.propose(model, state)
-            return speculation.verify(tree, functools.partial(self._verify, model, speculation, state))
+            return self._verify(model, speculation, state, tree)
 
         def whole(parameters: Parameters, state: DecodeState) -> DecodeState:
             return self._round(*self._bind(parameters), state)
@@ -244,7 +255,7 @@ class Programs:
         """Draft, verify, accept, commit."""
         active = ~state.finished
         tree = speculation.propose(model, state)
-        verified = speculation.verify(tree, functools.partial(self._verify, model, speculation, state))
+        verified = self._verify(model, speculation, state, tree)
         acceptance = verified.acceptance
         accepted = jnp.where(active, acceptance.length, 0)
         state = dataclasses.replace(

@@ -1,18 +1,17 @@
 """What a round proposes: nothing but the anchor, a chain, or a draft tree."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from kimi_jax.ddtree.acceptance import Acceptance, walk
-from kimi_jax.ddtree.budget import ROW_COUNTS, CostTable, choose_num_nodes, drafting_pays, row_count_index, share_nodes
-from kimi_jax.ddtree.tree import DraftTree, build_lattice, chain, greedy_path, resize, truncate
+from kimi_jax.ddtree.budget import share_nodes
+from kimi_jax.ddtree.tree import DraftTree, build_lattice, chain, greedy_path, truncate
 from kimi_jax.decoding.sampling import KEYS
 from kimi_jax.decoding.state import DecodeState
 from kimi_jax.drafter.context import CONTEXT, empty_context
@@ -63,10 +62,6 @@ class Speculation(Protocol):
         """Trees of all requests, rooted at their anchors."""
         ...
 
-    def verify[R](self, tree: DraftTree, run: Callable[[DraftTree], R]) -> R:
-        """Runs the target on the trees, with as few rows as hold them."""
-        ...
-
     def accept(self, tree: DraftTree, drawn: Int[Array, "requests rows"], state: DecodeState) -> Acceptance:
         """The accepted paths, given each row's next token."""
         ...
@@ -97,10 +92,6 @@ class NoSpeculation:
         """The anchors alone."""
         return root_only(state.anchors)
 
-    def verify[R](self, tree: DraftTree, run: Callable[[DraftTree], R]) -> R:
-        """One row for each request."""
-        return run(tree)
-
     def accept(self, tree: DraftTree, drawn: Int[Array, "requests rows"], state: DecodeState) -> Acceptance:
         """The root, always."""
         return jax.vmap(walk)(tree, drawn)
@@ -129,8 +120,6 @@ class DFlashSpeculation:
     shape: Literal["chain", "tree"]
     budget: int
     """Nodes of a tree at most, the root not counted."""
-    costs: CostTable | None = None
-    """With costs each round verifies the number of nodes, up to the budget, that gives most tokens per unit of time."""
     keep_chain: bool = False
     """Always take the argmax chain into the tree, and spend what is left of the budget on other prefixes."""
     shared: bool = False
@@ -139,9 +128,6 @@ class DFlashSpeculation:
     """Replaces the acceptance length by this mean. The text is then meaningless; throughput is not."""
     tp: int = 1
 
-    WARM_UP = 16
-    """Rounds a device group drafts before measured acceptance may turn drafting off."""
-
     @property
     def tap_layers(self) -> tuple[int, ...]:
         """As the drafter's configuration names them."""
@@ -149,8 +135,8 @@ class DFlashSpeculation:
 
     @property
     def max_depth(self) -> int:
-        """All of a block but its anchor, or what the budget allows."""
-        return min(self.drafter.config.block_size - 1, self.budget)
+        """All of a block but its anchor, whatever the budget: one state serves programs of several budgets."""
+        return self.drafter.config.block_size - 1
 
     @property
     def context_spec(self) -> PartitionSpec:
@@ -177,17 +163,16 @@ class DFlashSpeculation:
             return self.drafter.extend_context(context, stack_taps(taps), starts, counts)
 
     def propose(self, model: CausalLM, state: DecodeState) -> DraftTree:
-        """One forward of the drafter, then the tree; with costs, cut to what pays."""
-        if self.costs is None:
-            return self._limit(self._draft(model, state), state)
-        pays = self._drafting_pays(state, self.costs)
-        empty = resize(dataclasses.replace(root_only(state.anchors), max_depth=self.max_depth), self.budget + 1)
-        return jax.lax.cond(pays, lambda: self._limit(self._draft(model, state), state), lambda: empty)
+        """One forward of the drafter, then the tree. Without a budget nothing is drafted, but the context is kept."""
+        if self.budget == 0:
+            return root_only(state.anchors)
+        tree = self._draft(model, state)
+        return self._share(tree, state) if self.shared else tree
 
     def _draft(self, model: CausalLM, state: DecodeState) -> DraftTree:
         with jax.named_scope("drafter"):
             hidden = self.drafter.draft(state.context, state.anchors, state.lengths, model.model.embed_tokens)
-            hidden = hidden[:, : self.max_depth]
+            hidden = hidden[:, : min(self.max_depth, self.budget)]
             logits = self.drafter.logits(hidden, model.lm_head)
         with jax.named_scope("tree"):
             k = 1 if self.shape == "chain" else max(1, min(self.budget, model.config.vocab_size))
@@ -201,39 +186,12 @@ class DFlashSpeculation:
     def _tree(self, log_probs: Float[Array, "depth parents k"], ids: Int[Array, "depth k"], root: Array) -> DraftTree:
         return build_lattice(log_probs, ids, self.budget, root=root, keep_chain=self.keep_chain)
 
-    def _limit(self, tree: DraftTree, state: DecodeState) -> DraftTree:
-        """Cuts the trees to the nodes that pay, and to their shares of a common budget."""
+    def _share(self, tree: DraftTree, state: DecodeState) -> DraftTree:
+        """Cuts the trees to their shares of the running requests' common budget."""
         active = ~state.finished
-        nodes = jnp.full(active.shape, tree.tokens.shape[-1] - 1)
         with jax.named_scope("tree"):
-            if self.costs is not None:
-                nodes = jnp.broadcast_to(choose_num_nodes(tree.cum_log_probs, active, self.costs), active.shape)
-            if self.shared:
-                total = all_reduce(jnp.where(active, nodes, 0).sum(), "ep")
-                nodes = share_nodes(tree.cum_log_probs, active, total)
-            elif self.costs is None:
-                return tree
-            return jax.vmap(truncate)(tree, nodes)
-
-    def _drafting_pays(self, state: DecodeState, costs: CostTable) -> Bool[Array, ""]:
-        """From what this batch accepted so far, the same on every device that shares a step."""
-        lengths = jnp.arange(state.accepted.shape[1])
-        totals = jnp.stack([state.rounds.sum(), (state.accepted * lengths).sum(), state.nodes.sum()])
-        rounds, tokens, nodes = all_reduce(totals, "ep")
-        measured = jnp.maximum(rounds, 1)
-        return (rounds < self.WARM_UP) | drafting_pays(tokens / measured, nodes // measured, costs)
-
-    def verify[R](self, tree: DraftTree, run: Callable[[DraftTree], R]) -> R:
-        """With costs, one compiled verification for each of a few row counts, chosen by the largest tree."""
-        rows = tree.tokens.shape[-1]
-        counts = (*(count for count in ROW_COUNTS if count < rows), rows)
-        if self.costs is None or len(counts) == 1:
-            return run(tree)
-        # Devices that share a step must take the same branch; truncation by costs made their trees equal in size,
-        # a shared budget did not.
-        largest = jax.lax.pmax(tree.num_nodes.max(), "ep")
-        branches = [lambda tree, count=count: run(resize(tree, count)) for count in counts]
-        return jax.lax.switch(row_count_index(largest, counts), branches, tree)
+            total = self.budget * all_reduce(active.sum(), "ep")
+            return jax.vmap(truncate)(tree, share_nodes(tree.cum_log_probs, active, total))
 
     def accept(self, tree: DraftTree, drawn: Int[Array, "requests rows"], state: DecodeState) -> Acceptance:
         """The walk along the target's tokens, or a path of the wanted length."""

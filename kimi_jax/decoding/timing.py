@@ -1,16 +1,58 @@
 """Where a round's time goes: measured, medians of repeated runs."""
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+import numpy as np
 
-from kimi_jax.decoding.generate import Limits, prefill
+from kimi_jax.ddtree.budget import ROW_COUNTS
+from kimi_jax.decoding.automatic import RoundCosts
+from kimi_jax.decoding.generate import Limits, prefill, start
 from kimi_jax.decoding.programs import Programs
+from kimi_jax.decoding.sampling import request_keys
+from kimi_jax.parallel import host_arrays
+from kimi_jax.parallel.sharding import REQUESTS
 from kimi_jax.parameters import Parameters
 
 REPEATS = 7
+DEAREST_GROWTH = 1.5
+"""A larger tree is measured only where a straight line through the last two foretells a round no dearer than this many
+times the last: doubled rows bring about a tenth more tokens."""
+
+
+def measure_rounds(
+    programs: Programs, parameters: Parameters, requests: int, longest: int, limits: Limits
+) -> RoundCosts:
+    """Times a round of each row count that may pay, on empty texts of `longest` tokens; process 0's times count.
+
+    Dispatches are those that `generate` makes for as many prompts, so nothing is compiled that decoding would not use.
+    """
+    parameters = {name: parameters[name] for name in programs.needs}
+    padded = -(-requests // programs.request_multiple) * programs.request_multiple
+    keys, budgets = request_keys([0] * padded, [0] * padded), [limits.max_new_tokens] * padded
+    def seconds(decode: Callable[..., Any]) -> float:
+        lengths = host_arrays.place(np.full(padded, longest, np.int32), programs.mesh, REQUESTS)
+        state = dataclasses.replace(start(programs, keys, budgets, longest, limits), lengths=lengths)
+        state = jax.block_until_ready(state)
+        started = time.perf_counter()
+        _, snapshot = decode(parameters, state, np.int32(limits.rounds_per_dispatch))
+        rounds = int(np.asarray(snapshot.rounds).max())
+        return (time.perf_counter() - started) / max(rounds, 1)
+
+    times: dict[int, float] = {}
+    for rows in ROW_COUNTS:
+        if len(times) > 1:
+            (before, less), (last, most) = [*times.items()][-2:]
+            if most + (most - less) / (last - before) * (rows - last) > DEAREST_GROWTH * most:
+                break
+        decode = programs.with_rows(rows).decode
+        seconds(decode)  # compiles
+        times[rows] = host_arrays.of_process_0(min(seconds(decode) for _ in range(REPEATS)))
+    return RoundCosts({rows: 1e6 * time for rows, time in times.items()}, "measured")
 
 
 def part_seconds(

@@ -72,6 +72,9 @@ class DrafterConfig:
     selector_rank: int | None = None
     """DFlash 2: rank of the candidate selector; None for DFlash."""
     selector_top_k: int | None = None
+    acceptance_length: float | None = None
+    """Tokens a round with a tree of 7 nodes, as whoever trained the drafter measured; an automatic budget starts from
+    it. This project writes it; public drafters do not state it."""
 
     def causal(self, layer: int) -> bool:
         """Whether the layer's block tokens see only earlier block tokens."""
@@ -155,6 +158,7 @@ class DrafterConfig:
             input_embedding_scale=fields.number("input_embedding_scale", SMALLEST, LARGEST, 1.0),
             output_multiplier=fields.number("output_multiplier", SMALLEST, LARGEST, 1.0),
             final_logit_softcapping=fields.number("final_logit_softcapping", 0.0, LARGEST, 0.0) or None,
+            acceptance_length=fields.number("acceptance_length", 0.0, block, 0.0) or None,
             **_dflash2(fields, hidden, vocab),
         )
 

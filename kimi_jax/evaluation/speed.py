@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from kimi_jax.decoding.engine import Costs, Draft, Engine
-from kimi_jax.decoding.generate import Limits, prefill
+from kimi_jax.decoding.engine import Draft, Engine
+from kimi_jax.decoding.generate import Limits, dispatch, prefill
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.parameters import Parameters
 
@@ -63,34 +63,34 @@ def measure_speculation(
     *,
     max_new_tokens: int,
     repeats: int,
-    costs: Costs | None = None,
     progress: Callable[[], None] | None = None,
 ) -> list[Speed]:
     """Decodes every prompt alone with every kind, `repeats` times, the kinds taking turns within a repetition.
 
     Turns keep a slow moment of the machine from falling on one kind alone. A first repetition compiles and is not
     counted. Timed is what follows prefill, the first token's draw included: one dispatch of as many rounds as the text
-    takes, and the host's reading of it.
+    takes (several where an automatic budget probes), and the host's reading of it.
     """
     limits = Limits(max_new_tokens=max_new_tokens)
-    every_round = np.int32(max_new_tokens)
+    longest = max(map(len, prompts))
     rates: list[list[float]] = [[] for _ in drafts]
     texts: list[list[list[int]]] = [[] for _ in drafts]
     lengths = [0.0 for _ in drafts]
     for repeat in range(repeats + 1):
         for kind, draft in enumerate(drafts):
-            programs = engine.programs(Sampling(), draft, costs=costs)
+            programs = engine.programs(Sampling(), draft)
             parameters: Parameters = {name: engine.parameters[name] for name in programs.needs}
             tokens = seconds = 0.0
             rounds = accepted = 0
             texts[kind] = []
             for prompt in prompts:
                 with jax.default_matmul_precision("highest"):
+                    automatic = engine.automatic(Sampling(), draft, 1, limits, longest)
                     state = jax.block_until_ready(prefill(programs, parameters, [prompt], limits))
-                    started = time.perf_counter()
-                    _, snapshot = programs.decode(parameters, state, every_round)
-                    count = np.asarray(snapshot.counts)[0]
-                    text = np.asarray(snapshot.emitted)[0, :count].tolist()
+                    started, snapshot = time.perf_counter(), None
+                    while snapshot is None or not snapshot.finished.all():
+                        state, snapshot = dispatch(programs, parameters, state, max_new_tokens, automatic, snapshot)
+                    text = snapshot.emitted[0, : snapshot.counts[0]].tolist()
                     seconds += time.perf_counter() - started
                 tokens += len(text) - 1
                 texts[kind].append(text)

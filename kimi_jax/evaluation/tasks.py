@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kimi_jax.chat import render
-from kimi_jax.decoding.engine import PLAIN, Costs, Draft, Engine
+from kimi_jax.decoding.engine import PLAIN, Draft, Engine
 from kimi_jax.decoding.generate import Limits
 from kimi_jax.decoding.report import Report
 from kimi_jax.decoding.sampling import Sampling
@@ -107,7 +107,6 @@ def score(
     families: Sequence[str] = tuple(FAMILIES),
     *,
     batch: int = 100,
-    costs: Costs | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[dict[str, FamilyScore]]:
     """Decodes `prompts` held-out prompts of each family without thinking, once for each kind of speculation.
@@ -121,7 +120,6 @@ def score(
       drafts: kinds of speculation.
       families: names in `training.tasks.FAMILIES`.
       batch: prompts decoded together; the last batch of a family is filled up by repeating its last prompt.
-      costs: for automatic budgets.
       progress: told of every prompt decoded, by numbers of them.
 
     Raises:
@@ -136,24 +134,24 @@ def score(
     for family in families:
         examples = held_out(family, prompts)
         for draft in drafts:
-            _decode(engine, examples[:batch], batch, draft, costs)
+            _decode(engine, examples[:batch], batch, draft)
         for first in range(0, prompts, batch):
             part = examples[first : first + batch]
             for draft, kept in zip(drafts, scores, strict=True):
-                result = _decode(engine, part, batch, draft, costs)
+                result = _decode(engine, part, batch, draft)
                 kept[family] = kept[family] + result if family in kept else result
                 if progress:
                     progress(len(part))
     return scores
 
 
-def _decode(engine: Engine, examples: Sequence[Example], batch: int, draft: Draft, costs: Costs | None) -> FamilyScore:
+def _decode(engine: Engine, examples: Sequence[Example], batch: int, draft: Draft) -> FamilyScore:
     """One batch. Repeated prompts that fill it count for nothing but the time of their rows."""
     padded = [*examples, *[examples[-1]] * (batch - len(examples))]
     asked = [render([{"role": "user", "content": e.prompt}], engine.tokenizer, thinking=False) for e in padded]
     texts: list[list[int]] = [[] for _ in padded]
     report = Report(batch)
-    for step in engine.generate(asked, LIMITS, Sampling(), draft=draft, costs=costs):
+    for step in engine.generate(asked, LIMITS, Sampling(), draft=draft):
         report.add(step)
         for text, new in zip(texts, step.new_tokens, strict=True):
             text += new

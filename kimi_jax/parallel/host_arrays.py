@@ -30,6 +30,11 @@ def require_agreement(what: str, value: object) -> None:
         )
 
 
+def of_process_0(value: float) -> float:
+    """Process 0's value, in float32, so that all take the same decisions by it. All processes call this together."""
+    return value if jax.process_count() == 1 else float(multihost_utils.broadcast_one_to_all(np.float32(value)))
+
+
 def require_devices(mesh: Mesh) -> None:
     """Raises ValueError where this process has no device in the mesh: it could not take part in a step."""
     if not any(device.process_index == jax.process_index() for device in mesh.devices.flat):

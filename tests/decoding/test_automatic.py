@@ -63,7 +63,12 @@ def test_no_more_is_expected_than_a_block_or_the_rows():
 
 @pytest.mark.parametrize(
     ("costs", "message"),
-    [({8: 1.0}, "1 row"), ({1: 1.0, 9: 2.0}, r"others of \(1, 8"), ({1: 0.0}, "positive"), ({1: float("nan")}, "finite")],
+    [
+        ({8: 1.0}, "1 row"),
+        ({1: 1.0, 9: 2.0}, r"others of \(1, 8"),
+        ({1: 0.0}, "positive"),
+        ({1: float("nan")}, "finite"),
+    ],
 )
 def test_impossible_costs_are_refused(costs, message):
     with pytest.raises(ValueError, match=message):
