@@ -66,9 +66,9 @@ class Options(EngineOptions):
     """Draft nothing, the drafter's best chain, or its best tree; ddtree wherever there is a drafter."""
     drafter: Path | None = None
     """Directory of a DFlash drafter made for the checkpoint; the bundled checkpoint has a bundled one."""
-    budget: int | Literal["auto"] = 16
-    """Draft tree nodes verified each round. auto weighs expected tokens against the estimated cost of each node on
-    this machine's GPUs, and stops drafting where it does not pay."""
+    budget: int | Literal["auto"] = "auto"
+    """Draft tree nodes verified each round. auto picks them for every dispatch by what rounds cost, measured here or
+    estimated for a simulated machine, and by what drafts brought so far; it drafts nothing where that does not pay."""
     keep_chain: bool = False
     """Always verify the drafter's best chain, and spend the rest of the budget on the best other prefixes."""
     share_budget: bool = False
@@ -206,7 +206,7 @@ def main(options: Options) -> None:
         if options.xla_dump is not None:
             with status.status("compiling again for the dump"):
                 dump_generation(
-                    engine, opened.machine, opened.gpu.name, engine.programs(sampling, draft),
+                    engine, opened.machine, opened.gpu.name, engine.next_programs(sampling, draft, ids, limits),
                     options.xla_dump, requests=len(prompts), context=max(map(len, ids)),
                     new_tokens=options.max_new_tokens,
                 )  # fmt: skip
@@ -220,6 +220,9 @@ def main(options: Options) -> None:
             shares["rebalancing"] = [dataclasses.asdict(move) for move in engine.rebalancer.moves]
             if options.save_placement is not None and processes.this().prints:
                 save_placements(options.save_placement, list(engine.rebalancer.placements.values()))
+        automatic = engine.automatic(sampling, draft, len(prompts), limits, max(map(len, ids)))
+        if automatic is not None:
+            shares["automatic_budget"] = automatic.as_dict()
         if options.time_parts:
             with status.status("timing the parts of a round"):
                 seconds = engine.part_seconds(ids, limits, sampling, draft)

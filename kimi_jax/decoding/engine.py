@@ -159,6 +159,14 @@ class Engine:
             self._automatic[key] = AutomaticBudget(costs, config.block_size, config.acceptance_length)
         return self._automatic[key]
 
+    def next_programs(
+        self, sampling: Sampling, draft: Draft, prompts: Sequence[Sequence[int]], limits: Limits
+    ) -> Programs:
+        """The programs that a dispatch for these prompts would run now: those of the rows an automatic budget picks."""
+        programs = self.programs(sampling, draft)
+        automatic = self.automatic(sampling, draft, len(prompts), limits, max(map(len, prompts)))
+        return programs if automatic is None else programs.with_rows(automatic.next(1)[0])
+
     def _speculation(self, draft: Draft) -> Speculation:
         if draft.kind == "none" or draft.budget == 0:
             return NoSpeculation()
@@ -253,11 +261,8 @@ class Engine:
         sampling: Sampling,
         draft: Draft = PLAIN,
     ) -> dict[str, float]:
-        """Seconds of a round by part; see `decoding.timing`. An automatic budget takes the rows it would pick now."""
-        programs = self.programs(sampling, draft)
-        automatic = self.automatic(sampling, draft, len(prompts), limits, max(map(len, prompts)))
-        if automatic is not None:
-            programs = programs.with_rows(automatic.next(1)[0])
+        """Seconds of a round by part; see `decoding.timing`."""
+        programs = self.next_programs(sampling, draft, prompts, limits)
         with jax.default_matmul_precision("highest"):
             return part_seconds(programs, self.parameters, prompts, limits)
 

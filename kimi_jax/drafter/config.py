@@ -158,7 +158,7 @@ class DrafterConfig:
             input_embedding_scale=fields.number("input_embedding_scale", SMALLEST, LARGEST, 1.0),
             output_multiplier=fields.number("output_multiplier", SMALLEST, LARGEST, 1.0),
             final_logit_softcapping=fields.number("final_logit_softcapping", 0.0, LARGEST, 0.0) or None,
-            acceptance_length=fields.number("acceptance_length", 0.0, block, 0.0) or None,
+            acceptance_length=fields.number("acceptance_length", 0.0, MAX_WIDTH, 0.0) or None,
             **_dflash2(fields, hidden, vocab),
         )
 

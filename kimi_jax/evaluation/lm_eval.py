@@ -43,7 +43,7 @@ class KimiJax(TemplateLM):
         tp: int | None = None,
         dtype: Dtype = "auto",
         speculation: Literal["none", "chain", "ddtree"] | None = None,
-        budget: int = 16,
+        budget: int | Literal["auto"] = "auto",
         thinking: bool = False,
         max_length: int | None = None,
         max_gen_toks: int = 256,

@@ -86,7 +86,7 @@ def test_greedy_text_is_the_same_for_every_kind(draft, engines, prompts, plain):
 
 @pytest.mark.parametrize("row_us", [0.0, 1e6])
 def test_greedy_text_is_the_same_with_an_automatic_budget(row_us, engines, prompts, plain):
-    """Plain first, then a probe, then what pays by the costs: all rows where they are free, none where they are dear."""
+    """Plain first, then a probe, then what pays: all rows where they cost nothing, none where they are dear."""
     times = {rows: 1000 + (rows - 1) * row_us for rows in (1, 8, 16)}
     engine = dataclasses.replace(engines(), costs=lambda requests, context: RoundCosts(times, "estimated"))
     got, last = [[] for _ in prompts], None
