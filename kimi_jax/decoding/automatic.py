@@ -15,9 +15,11 @@ from kimi_jax.ddtree.budget import ROW_COUNTS
 
 REFERENCE_ROWS = 8
 """Rows of the smallest tree, and those of a probe."""
-GROWTH = 1.08
-"""Drafted tokens a round, the next tree over this one, for each doubling of its rows: 1.05 to 1.10 in the published
-sweeps of DDTree (arXiv 2604.12989) and on the bundled model."""
+SHRINK = 0.87
+"""Factor on what a round misses of a whole block for each doubling of a tree's rows: 0.8 to 0.9 in the published sweeps
+of DDTree (arXiv 2604.12989) and on the bundled model."""
+NEARLY = 0.98
+"""The fewest rows are taken that reach this share of the best speed: neither costs nor acceptance are known better."""
 PROBE_ROUNDS = 2
 """Rounds of a dispatch that only finds out how good the drafts are."""
 PROBE_EVERY = 16
@@ -70,7 +72,7 @@ class AutomaticBudget:
         """Tokens of a round that verifies so many rows a request."""
         if rows == 1 or self.acceptance is None:
             return 1.0
-        return min(1 + (self.acceptance - 1) * _growth(rows), rows, self._block)
+        return min(self._block - (self._block - self.acceptance) * _shrink(rows), rows)
 
     def next(self, rounds: int) -> tuple[int, int]:
         """Rows of the next dispatch, and its rounds where `rounds` are wanted: a probe takes few."""
@@ -80,7 +82,7 @@ class AutomaticBudget:
         if self._plain_dispatches >= (1 if self.acceptance is None else PROBE_EVERY):
             return min(drafts), min(rounds, PROBE_ROUNDS)
         speed = {rows: self.expected(rows) / cost for rows, cost in sorted(self.costs.microseconds.items())}
-        return max(speed, key=lambda rows: speed[rows]), rounds
+        return next(rows for rows in speed if speed[rows] >= NEARLY * max(speed.values())), rounds
 
     def observe(self, rows: int, rounds: int, tokens: int) -> None:
         """Learns from a dispatch: its rounds, added up over the requests, and the tokens that they accepted."""
@@ -91,7 +93,8 @@ class AutomaticBudget:
         elif rounds:
             self._plain_dispatches = 0
             self._rounds += rounds
-            self._tokens += rounds + (tokens - rounds) / _growth(rows)
+            missed = (self._block - tokens / rounds) / _shrink(rows)
+            self._tokens += rounds * max(self._block - missed, 1.0)
 
     def as_dict(self) -> dict[str, object]:
         """For `--json`."""
@@ -100,6 +103,6 @@ class AutomaticBudget:
         return {"round_us_by_rows": times, "costs": self.costs.source, "expected_tokens_a_round": acceptance}
 
 
-def _growth(rows: int) -> float:
-    """Drafted tokens with so many rows over those with REFERENCE_ROWS."""
-    return GROWTH ** math.log2(rows / REFERENCE_ROWS)
+def _shrink(rows: int) -> float:
+    """What a round with so many rows misses of a block over what one with REFERENCE_ROWS does."""
+    return SHRINK ** math.log2(rows / REFERENCE_ROWS)

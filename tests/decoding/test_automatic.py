@@ -33,7 +33,7 @@ def test_a_known_drafter_is_used_from_the_start_where_it_pays():
     assert AutomaticBudget(STEEP, BLOCK, prior=6.4).next(1) == (8, 1)
     assert AutomaticBudget(STEEP, BLOCK, prior=5.0).next(1) == (1, 1)
     # Where rows are nearly free a larger tree pays as long as the block is longer than what is accepted.
-    assert AutomaticBudget(FLAT, BLOCK, prior=4.0).next(1) == (16, 1)
+    assert AutomaticBudget(FLAT, BLOCK, prior=4.0).next(1) == (16, 1), "32 rows are less than 2 % better"
     assert AutomaticBudget(FLAT, BLOCK, prior=8.0).next(1) == (8, 1)
 
 
@@ -50,14 +50,17 @@ def test_drafts_that_stop_paying_are_left_and_tried_again():
 
 def test_acceptance_is_told_for_the_smallest_tree_whatever_was_verified():
     automatic = AutomaticBudget(FLAT, BLOCK, prior=None)
-    automatic.observe(32, 10, 10 + round(10 * 2 * 1.08**2))
+    automatic.observe(32, 100, round(100 * (8 - 5 * 0.87**2)))
     assert automatic.acceptance == pytest.approx(3.0, rel=0.01)
-    assert automatic.expected(32) == pytest.approx(1 + 2 * 1.08**2, rel=0.01)
+    assert automatic.expected(32) == pytest.approx(8 - 5 * 0.87**2, rel=0.01)
+    assert automatic.expected(8) == pytest.approx(3.0, rel=0.01)
 
 
 def test_no_more_is_expected_than_a_block_or_the_rows():
-    automatic = AutomaticBudget(FLAT, BLOCK, prior=7.9)
+    automatic = AutomaticBudget(FLAT, BLOCK, prior=8.0)
     assert automatic.expected(32) == BLOCK
+    automatic.observe(32, 1000, 1000)
+    assert automatic.acceptance == pytest.approx(1.0, abs=0.01), "no draft was right"
     assert AutomaticBudget(FLAT, 16, prior=12.0).expected(8) == 8
 
 
