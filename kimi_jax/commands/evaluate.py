@@ -5,6 +5,7 @@ Examples:
   uv run scripts/evaluate.py perplexity --checkpoint DIR --mesh nvl72 --window 4096 --stride 2048 text.txt
   uv run scripts/evaluate.py compare --other-mesh nvl72
   uv run scripts/evaluate.py logits --checkpoint DIR --input-ids ids.json --output logits.npz
+  uv run scripts/evaluate.py reference --checkpoint DIR --mesh hgx-ib-8 reference.jsonl
 lm-eval's tasks are run by `python -m kimi_jax.evaluation.lm_eval` (docs/checkpoints.md).
 """
 
@@ -32,6 +33,7 @@ from kimi_jax.cli import (
     table_console,
 )
 from kimi_jax.parallel import processes
+from kimi_jax.standard_output import OutputConsole
 from kimi_jax.text_files import require_writable, whole_file
 from meshes.devices import simulate, use_cpu_if_no_gpu
 
@@ -76,6 +78,46 @@ def run_logits(options: LogitsOptions) -> None:
                 np.savez(stream, logits=values)
         shape = " × ".join(map(str, values.shape))
         status.print(f"{options.output}: logits {shape} float32 ({opened.where})", style="dim", highlight=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReferenceOptions(EngineOptions):
+    """Options of `reference`."""
+
+    file: Annotated[Path, tyro.conf.Positional]
+    """JSON Lines file: objects with prompt_token_ids and prompt_logprobs, as vLLM gives them (docs/checkpoints.md)."""
+    json: bool = False
+    """Print one JSON object instead of lines."""
+
+
+def run_reference(options: ReferenceOptions) -> None:
+    """Hold the checkpoint's log-probabilities against those that another engine gave for the same ids."""
+    status, out = Console(stderr=True, soft_wrap=True), OutputConsole(soft_wrap=True, highlight=False)
+    with errors_in_one_line(status):
+        if not options.file.is_file():
+            raise FileNotFoundError(f"{options.file}: no such file")
+        opened = open_engine(options, status)
+
+        from kimi_jax.evaluation.reference import agreement, read_references
+
+        references = read_references(options.file, opened.engine.config.vocab_size)
+        with bar_on(status) as bar:
+            task = bar.add_task("tokens", total=sum(len(reference.ids) for reference in references))
+            result = agreement(opened.engine, references, lambda done: bar.advance(task, done))
+        if not processes.this().prints:
+            return
+        if options.json:
+            print(
+                json.dumps({"checkpoint": str(options.checkpoint), "ran": opened.where, **dataclasses.asdict(result)})
+            )
+            return
+        row, place, token = result.largest_at
+        out.print(f"{result.values:,} log-probabilities at {result.places:,} places of {len(references)} rows")
+        out.print(f"mean difference {result.mean_difference:.3g}, largest {result.largest_difference:.3g}", end="")
+        out.print(f" (row {row}, place {place}, token {token})")
+        if result.same_top_token is not None:
+            out.print(f"same top token {result.same_top_token:.2%}")
+        out.print(f"perplexity {result.perplexity:.6g}, the reference's {result.reference_perplexity:.6g}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -352,7 +394,13 @@ def texts_of(options: CompareOptions, engine: "Engine") -> list[list[int]]:
 def run(args: Sequence[str], prog: str | None = None) -> None:
     """Parses `args` and runs the command; `prog` is what its help calls it."""
     tyro.extras.subcommand_cli_from_dict(
-        {"logits": run_logits, "perplexity": run_perplexity, "tasks": run_tasks, "compare": run_compare},
+        {
+            "logits": run_logits,
+            "reference": run_reference,
+            "perplexity": run_perplexity,
+            "tasks": run_tasks,
+            "compare": run_compare,
+        },
         prog=prog,
         args=args,
         description=__doc__,
