@@ -91,6 +91,8 @@ class Options(EngineOptions):
     nothing. Prompts count as requests; their length is not known, so the cache is that of --explain-context tokens."""
     explain_context: int = 8192
     """Cached tokens of each request that --explain counts."""
+    verbose: Annotated[bool, tyro.conf.arg(aliases=["-v"]), tyro.conf.FlagCreatePairsOff] = False
+    """Also print how many drafts were accepted, what served each operation and why, and overflows of buffers."""
     json: bool = False
     """Print one JSON object at the end instead of streaming text."""
 
@@ -211,9 +213,10 @@ def main(options: Options) -> None:
                     new_tokens=options.max_new_tokens,
                 )  # fmt: skip
         picks = engine.picks(draft, len(prompts), max(map(len, ids)) + options.max_new_tokens)
-        status.print(f"{report.summary()}; {', '.join(map(str, picks))}", style="dim", highlight=False)
-        if kind != "none":
-            status.print(report.table())
+        if options.verbose:
+            status.print(f"{report.details()}; {', '.join(map(str, picks))}", style="dim", highlight=False)
+            if kind != "none":
+                status.print(report.table())
         shares: dict[str, Any] = {}
         if engine.rebalancer is not None:
             status.print(engine.rebalancer.summary(), style="dim", highlight=False)
@@ -230,6 +233,7 @@ def main(options: Options) -> None:
             whole = sum(seconds.values())
             parts = ", ".join(f"{part} {time / whole:.0%}" for part, time in seconds.items())
             status.print(f"a round takes {1e3 * whole:.1f} ms: {parts}", style="dim", highlight=False)
+        status.print(report.summary(), style="dim", highlight=False)
         if options.json:
             results = [
                 result(prompt, prompt_ids, reader)

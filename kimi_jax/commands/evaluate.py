@@ -366,7 +366,7 @@ def run_compare(options: CompareOptions) -> None:
         for name in ("layer", "mean", "largest", "text", "token"):
             layers.add_column(name, justify="right")
         for number, layer in enumerate(result.layers):
-            place = (str(layer.sequence), str(layer.position)) if layer.largest else ("", "")
+            place = (str(layer.sequence + 1), str(layer.position)) if layer.largest else ("", "")
             style = "bold red" if number == result.first_layer else ""
             layers.add_row(str(number), f"{layer.mean:.3g}", f"{layer.largest:.3g}", *place, style=style)
         out.print(layers)

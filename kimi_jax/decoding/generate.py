@@ -187,7 +187,7 @@ def start(
 def token_rows(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     """Prompts as lists of ints. Raises ValueError naming the prompt whose ids are no integers."""
     rows = []
-    for index, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts, 1):
         ids = np.asarray(prompt)
         if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
             raise ValueError(f"prompt {index} is {prompt!r:.60}; it must be a row of integer ids")
@@ -207,7 +207,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, positions: 
     """Refuses what would index outside the embedding or the positions. Raises ValueError naming the prompt."""
     if not prompts:
         raise ValueError("there is no prompt")
-    for index, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts, 1):
         if not prompt:
             raise ValueError(f"prompt {index} is empty")
         if max(prompt) >= vocab_size or min(prompt) < 0:
@@ -224,7 +224,7 @@ def _raise_if_failed(snapshot: Snapshot) -> None:
     if failed.size:
         prompt = int(failed[0])
         raise NonFiniteLogitsError(
-            f"prompt {prompt}: the logits behind position {int(snapshot.failed[prompt])} are not finite; "
+            f"prompt {prompt + 1}: the logits behind position {int(snapshot.failed[prompt])} are not finite; "
             "check the checkpoint (scripts/evaluate.py logits) and the kernels in use"
         )
 

@@ -91,18 +91,24 @@ class Report:
         return {"exchanges": int(self.snapshot.exchanges), "overflows": int(self.snapshot.overflows)}
 
     def summary(self) -> str:
-        """One line."""
-        speed = "" if self.tokens_per_second is None else f", {self.tokens_per_second:.1f} tokens/s"
+        """One line for everyone: how much text, how long it took, how fast it came."""
         several = f"{self.prompts} prompts, " if self.prompts > 1 else ""
+        tokens = f"{self.tokens} token{'' if self.tokens == 1 else 's'} in {self.seconds:.1f} s"
+        drafted = len(self.histogram) > 2
+        accepted = f"{self.acceptance_length:.2f} tokens a round" if drafted else ""
+        if self.tokens_per_second is None:
+            return f"{several}{tokens}, starting included" + (f"; {accepted}" if drafted else "")
+        start = f"{self.first_token_seconds:.1f} s to start, then {self.tokens_per_second:.1f} tokens/s"
+        return f"{several}{tokens}: {start}" + (f", {accepted}" if drafted else "")
+
+    def details(self) -> str:
+        """One line of what the devices did: rounds, and exchanges that overflowed their buffers."""
         counts = self._exchanges()
-        overflows = ""
-        if counts.get("overflows"):
-            overflows = f", {counts['overflows']} of {counts['exchanges']} exchanges through buffers overflowed"
-        accepted = f" of {self.acceptance_length:.2f} tokens" if len(self.histogram) > 2 else ""
-        return (
-            f"{several}{self.tokens} tokens in {self.rounds} rounds{accepted}{speed}, "
-            f"first after {self.first_token_seconds:.1f} s (compilation included){overflows}"
-        )
+        line = f"{self.rounds} rounds"
+        if counts:
+            line += f"; {counts['overflows']} of {counts['exchanges']} exchanges through buffers overflowed"
+            line += " and took the exact path" if counts["overflows"] else ""
+        return line
 
     def table(self) -> Table:
         """Acceptance by draft position, for the terminal."""

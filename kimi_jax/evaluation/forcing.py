@@ -75,7 +75,7 @@ def force(
     if engine.rebalancer is not None:
         raise ValueError("experts of this engine move: score with the engine that it was made from, or open it again")
     positions, vocab_size = engine.config.max_position_embeddings, engine.config.vocab_size
-    for index, ids in enumerate(inputs):
+    for index, ids in enumerate(inputs, 1):
         if not 1 <= len(ids) <= positions:
             raise ValueError(f"sequence {index} has {len(ids)} tokens; the model takes 1 to {positions}")
         if min(ids) < 0 or max(ids) >= vocab_size:
@@ -195,7 +195,7 @@ def score(engine: Engine, windows: Sequence[Window], *, requests: int = 1, lengt
       ValueError: besides `force`'s, a window with more targets than inputs, or log-probabilities that are not finite.
     """
     targets = []
-    for index, window in enumerate(windows):
+    for index, window in enumerate(windows, 1):
         unscored = len(window.inputs) - len(window.targets)
         if unscored < 0:
             raise ValueError(f"window {index} has {len(window.targets)} targets for {len(window.inputs)} rows")
@@ -207,7 +207,7 @@ def score(engine: Engine, windows: Sequence[Window], *, requests: int = 1, lengt
         for row, count in enumerate(chunk.counts):
             parts[row].append((logprobs[row, :count], greedy[row, :count]))
     scores = []
-    for index, (window, rows) in enumerate(zip(windows, parts, strict=True)):
+    for index, (window, rows) in enumerate(zip(windows, parts, strict=True), 1):
         first = len(window.inputs) - len(window.targets)
         logprobs, greedy = (np.concatenate(columns)[first:] for columns in zip(*rows, strict=True))
         if not np.isfinite(logprobs).all():

@@ -25,9 +25,9 @@ def read_ids(path: Path, vocab_size: int) -> list[list[int]]:
         raise InputError(f"{path}: not JSON ({error})") from None
     if not isinstance(value, list) or not value or not all(isinstance(ids, list) and ids for ids in value):
         raise InputError(f"{path}: expected a list of non-empty lists of token ids")
-    for index, ids in enumerate(value):
+    for index, ids in enumerate(value, 1):
         if len(ids) != len(value[0]):
-            raise InputError(f"{path}: list {index} has {len(ids)} ids and list 0 has {len(value[0])}; make them equal")
+            raise InputError(f"{path}: list {index} has {len(ids)} ids and list 1 has {len(value[0])}; make them equal")
         wrong = [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < vocab_size]
         if wrong:
             raise InputError(f"{path}: list {index} holds {wrong[0]!r}, which is no id of 0..{vocab_size - 1}")

@@ -129,7 +129,7 @@ def test_weights_that_are_not_finite_are_an_error_and_not_a_token(engines, promp
     norm = broken["target"]["model"]["norm"]
     norm["weight"] = norm["weight"] * jnp.nan
     engine = dataclasses.replace(engine, parameters=broken)
-    with pytest.raises(NonFiniteLogitsError, match=r"prompt 0.*position 23"):
+    with pytest.raises(NonFiniteLogitsError, match=r"prompt 1.*position 23"):
         texts(engine, prompts[:1], Limits(max_new_tokens=4))
 
 
@@ -137,10 +137,10 @@ def test_weights_that_are_not_finite_are_an_error_and_not_a_token(engines, promp
     ("bad", "message"),
     [
         ([], "no prompt"),
-        ([[1], []], "prompt 1 is empty"),
+        ([[1], []], "prompt 2 is empty"),
         ([[1, 576]], "outside 0..575"),
         ([[1, -1]], "outside"),
-        ([[1], [1.0, 2.5]], r"prompt 1 is \[1\.0, 2\.5\]; it must be a row of integer ids"),
+        ([[1], [1.0, 2.5]], r"prompt 2 is \[1\.0, 2\.5\]; it must be a row of integer ids"),
         ([np.ones(3)], "integer ids"),
         ([["1"]], "integer ids"),
         ([[True]], "integer ids"),

@@ -85,7 +85,7 @@ def test_a_stride_beyond_the_window_is_refused(stride):
 
 @pytest.mark.parametrize(
     ("inputs", "message"),
-    [([[1], []], "sequence 1 has 0 tokens"), ([[1, -2]], "outside 0"), (None, "the model takes 1 to")],
+    [([[1], []], "sequence 2 has 0 tokens"), ([[1, -2]], "outside 0"), (None, "the model takes 1 to")],
 )
 def test_what_cannot_be_run_is_refused(engines, inputs, message):
     inputs = inputs or [[1] * (engines("local").config.max_position_embeddings + 1)]
@@ -98,7 +98,7 @@ def test_log_probabilities_that_are_not_finite_are_an_error(engines, reference):
     target = {**engine.parameters["target"]}
     target["lm_head"] = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), target["lm_head"])
     broken = dataclasses.replace(engine, parameters={"target": target})
-    with pytest.raises(ValueError, match="window 0: log-probabilities are not finite"):
+    with pytest.raises(ValueError, match="window 1: log-probabilities are not finite"):
         score(broken, [Window([1, 2], [3])], requests=2, length=32)
 
 

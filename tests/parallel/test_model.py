@@ -75,7 +75,7 @@ def test_overflows_are_counted_and_change_nothing(reference, monkeypatch):
     summary = report.as_dict()
     assert summary["exchanges"] == (2 + report.rounds) * 3 * 2 * 2
     assert summary["overflows"] == 2 * 3 * 2 * 2
-    assert f"24 of {summary['exchanges']} exchanges through buffers overflowed" in report.summary()
+    assert f"24 of {summary['exchanges']} exchanges through buffers overflowed" in report.details()
 
 
 @pytest.mark.slow

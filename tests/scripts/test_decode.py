@@ -45,10 +45,15 @@ def test_the_readmes_command_tells_a_story_on_72_devices_and_plain_decoding_the_
     assert drafted.stdout.startswith("Once there was a fox named Mila. Mila lived near a forest.")
     lines = drafted.stderr.splitlines()
     assert lines[0] == "nvl72: dp 1 × ep 9 × tp 8, simulated on 72 CPU devices"
-    assert "32 tokens in 4 rounds of 8.00 tokens" in lines[1]
-    plain = decode(STORY, "--speculation", "none")
+    assert re.fullmatch(
+        r"32 tokens in [\d.]+ s: [\d.]+ s to start, then [\d.]+ tokens/s, [\d.]+ tokens a round", lines[1]
+    ), "one plain line, which ends what is printed"
+    assert len(lines) == 2
+    plain = decode(STORY, "--speculation", "none", "-v")
     assert plain.stdout == drafted.stdout
-    assert "32 tokens in 31 rounds" in plain.stderr
+    assert re.search(r"^31 rounds; experts ", plain.stderr, re.MULTILINE)
+    last = plain.stderr.splitlines()[-1]
+    assert re.fullmatch(r"32 tokens in [\d.]+ s: [\d.]+ s to start, then [\d.]+ tokens/s", last)
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def test_logits_are_the_references(mesh, tmp_path):
     [
         ("{", "not JSON"),
         pytest.param("[]", "non-empty", marks=pytest.mark.slow),
-        pytest.param("[[1, 2], [3]]", "list 1 has 1 ids", marks=pytest.mark.slow),
+        pytest.param("[[1, 2], [3]]", "list 2 has 1 ids", marks=pytest.mark.slow),
         pytest.param("[[1, 99999]]", "99999", marks=pytest.mark.slow),
     ],
 )
