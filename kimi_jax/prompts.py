@@ -75,9 +75,15 @@ def _from_json(line: str, where: str) -> Prompt:
 
 
 def encode(
-    prompts: Sequence[Prompt], tokenizer: Tokenizer, *, raw: bool, thinking: bool, system: str | None
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    *,
+    raw: bool,
+    thinking: bool,
+    system: str | None,
+    preserve_thinking: bool = False,
 ) -> list[list[int]]:
-    """Ids of each prompt: in the chat template, or with `raw` the text itself.
+    """Ids of each prompt: in the chat template (options as for `chat.render`), or with `raw` the text itself.
 
     Raises:
       PromptError: a conversation or a system message together with `raw`.
@@ -89,6 +95,12 @@ def encode(
         return [tokenizer.encode(prompt.text) for prompt in prompts]
     first = [] if system is None else [{"role": "system", "content": system}]
     return [
-        render([*first, *prompt.messages], tokenizer, tools=prompt.tools or None, thinking=thinking)
+        render(
+            [*first, *prompt.messages],
+            tokenizer,
+            tools=prompt.tools or None,
+            thinking=thinking,
+            preserve_thinking=preserve_thinking,
+        )
         for prompt in prompts
     ]

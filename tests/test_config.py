@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import json
 import math
@@ -37,6 +38,7 @@ def test_k26_values():
     ("name", "prefix", "eos"),
     [
         ("kimi_k25.json", "language_model.", 163585),
+        ("kimi_k27_code.json", "language_model.", 163586),
         ("kimi_k2_thinking.json", "", 163586),
         ("deepseek_v3.json", "", None),
     ],
@@ -45,6 +47,12 @@ def test_other_variants(name, prefix, eos):
     config = ModelConfig.from_json(CONFIGS / name)
     assert config.key_prefix == prefix
     assert eos is None or eos in config.eos_token_ids
+    if name.startswith("kimi"):  # the family has one architecture
+        k26 = ModelConfig.from_dict(REAL)
+        yarn = k26.yarn and dataclasses.replace(k26.yarn, beta_fast=config.yarn.beta_fast)
+        same = {"key_prefix": prefix, "eos_token_ids": config.eos_token_ids, "yarn": yarn}
+        assert config == dataclasses.replace(k26, **same)
+        assert config.yarn.beta_fast == (1.0 if "thinking" in name else 32.0)
 
 
 def test_no_rope_scaling_means_the_plain_scale():

@@ -1,12 +1,13 @@
 """Prompt files: what a line may be, and what is said of one that is neither text nor a conversation."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from kimi_jax.cli import BUNDLED_CHECKPOINT
 from kimi_jax.prompts import Prompt, PromptError, encode, read_prompts
-from kimi_jax.tokenizer import Tokenizer
+from kimi_jax.tokenizer import Tokenizer, write_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
@@ -79,3 +80,17 @@ def test_raw_text_takes_no_template(prompt, system):
     with pytest.raises(PromptError, match="raw prompts are plain text: leave out the system message, tools and"):
         encode([prompt], tokenizer, raw=True, thinking=False, system=system)
     assert encode([Prompt.of("x")], tokenizer, raw=True, thinking=False, system=None) == [tokenizer.encode("x")]
+
+
+@pytest.mark.parametrize("name", ["history keeps thinking", "answer after a call, kept"])
+def test_thinking_is_preserved_in_prompts_as_in_the_reference_template(name, tmp_path):
+    """What K2.7-Code expects: every answer begins with thinking, and earlier turns keep theirs."""
+    golden = json.loads((Path(__file__).parent / "data" / "chat_golden.json").read_text(encoding="utf-8"))
+    write_tokenizer(tmp_path, [bytes.fromhex(token) for token in golden["tokens"]])
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    (case,) = [case for case in golden["chats"] if case["name"] == name]
+    prompt = Prompt(tuple(case["messages"]), ())
+    options = {"raw": False, "thinking": True, "system": None}
+    assert encode([prompt], tokenizer, **options, preserve_thinking=True) == [case["ids"]]
+    assert encode([prompt], tokenizer, **options) != [case["ids"]]
+    assert case["text"].endswith("<think>")

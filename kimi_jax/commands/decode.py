@@ -46,6 +46,9 @@ class Options(EngineOptions):
     """Continue the prompt's text as it is."""
     thinking: Annotated[bool, MODE, tyro.conf.FlagCreatePairsOff] = False
     """Let the model think before it answers (the default)."""
+    preserve_thinking: Annotated[bool, MODE, tyro.conf.FlagCreatePairsOff] = False
+    """Let it think, and keep the thinking of all earlier turns of a conversation in the prompt: what Kimi K2.7-Code
+    expects, always."""
     instant: Annotated[bool, MODE, tyro.conf.FlagCreatePairsOff] = False
     """Answer at once."""
     system: str | None = None
@@ -187,7 +190,8 @@ def main(options: Options) -> None:
         sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
         limits = Limits(max_new_tokens=options.max_new_tokens)
         draft = Draft(kind, options.budget, options.keep_chain, options.share_budget, options.synthetic_acceptance)
-        ids = encode(prompts, engine.tokenizer, raw=options.raw, thinking=thinking, system=options.system)
+        ids = encode(prompts, engine.tokenizer, raw=options.raw, thinking=thinking, system=options.system,
+                     preserve_thinking=options.preserve_thinking)  # fmt: skip
         readers = [
             Reader(engine.tokenizer, engine.stop_ids, raw=options.raw, thinking=thinking, tools=prompt.tools)
             for prompt in prompts

@@ -134,6 +134,8 @@ class DrafterConfig:
         if attention_factor is None:
             attention_factor = yarn.amplitude if yarn else 1.0
         layer_types, sliding_window = _layer_types(fields, layers)
+        if sliding_window is not None and "full_attention" not in layer_types:
+            window = min(window, sliding_window)  # nothing that is further away is ever seen
         return cls(
             vocab_size=vocab,
             hidden_size=hidden,

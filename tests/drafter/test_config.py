@@ -106,6 +106,19 @@ def test_sliding_layers_are_causal():
     assert not DrafterConfig.from_dict(raw | {"is_causal": False}).causal(5)
 
 
+def test_k27_drafter_keeps_its_window_of_2048():
+    """The window of all layers is also what is kept of the context, whatever a longer one was asked for."""
+    folder = Path(__file__).parents[1] / "data" / "configs"
+    config = DrafterConfig.from_json(folder / "kimi_k27_drafter.json")
+    config.check(ModelConfig.from_json(folder / "kimi_k27_code.json"))
+    assert [config.window(layer) for layer in range(6)] == [2048] * 6
+    assert not any(config.causal(layer) for layer in range(6))
+    assert config.draft_window == 2048
+    assert DrafterConfig.from_json(folder / "kimi_k27_drafter.json", draft_window=512).draft_window == 512
+    mixed = KIMI | {"layer_types": ["full_attention"] * 5 + ["sliding_attention"], "sliding_window": 2048}
+    assert DrafterConfig.from_dict(mixed).draft_window == 4096
+
+
 def dflash(**changes) -> dict:
     return KIMI | {"dflash_config": KIMI["dflash_config"] | changes}
 

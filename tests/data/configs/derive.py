@@ -19,6 +19,27 @@ def kimi_k25(k26: dict) -> dict:
     return config
 
 
+def kimi_k27_code(k26: dict) -> dict:
+    """K2.7-Code, of K2.5's and K2.6's architecture: saved by a later transformers, which changes no other field."""
+    config = copy.deepcopy(k26)
+    config["text_config"]["transformers_version"] = "4.57.1"
+    return config
+
+
+def kimi_k27_drafter(k26: dict) -> dict:
+    """A DFlash drafter of K2.7-Code: the K2.6 drafter's fields, but all layers see 2,048 positions of the context."""
+    text = k26["text_config"]
+    return {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": 7168, "head_dim": 128,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "num_hidden_layers": 6, "intermediate_size": 18432,
+        "rms_norm_eps": 1e-5, "num_target_layers": 61, "block_size": 8, "vocab_size": 163840, "hidden_act": "silu",
+        "max_position_embeddings": 262144, "rope_theta": 50000.0, "attention_bias": False,
+        "rope_scaling": text["rope_scaling"], "layer_types": ["sliding_attention"] * 6, "sliding_window": 2048,
+        "use_sliding_window": True, "is_causal": False,
+        "dflash_config": {"target_layer_ids": [1, 12, 24, 35, 47, 58], "mask_token_id": 163838},
+    }  # fmt: skip
+
+
 def kimi_k2_thinking(k26: dict) -> dict:
     """K2-Thinking: the text config at the top level; the YaRN ramp one dimension wide (beta_fast = beta_slow)."""
     config = copy.deepcopy(k26["text_config"])
@@ -52,6 +73,6 @@ def deepseek_v3(k26: dict) -> dict:
 
 if __name__ == "__main__":
     k26 = json.loads((FOLDER / "kimi_k26.json").read_text())
-    for derive in (kimi_k25, kimi_k2_thinking, deepseek_v3):
+    for derive in (kimi_k25, kimi_k27_code, kimi_k27_drafter, kimi_k2_thinking, deepseek_v3):
         text = json.dumps(derive(k26), indent=2, sort_keys=True)
         (FOLDER / f"{derive.__name__}.json").write_text(text + "\n")
