@@ -23,6 +23,9 @@ CONFIG_FILE = "tokenizer_config.json"
 N_SPECIAL = 256
 """Ids reserved behind the base ranks for special tokens (named or not)."""
 
+UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()
+"""What an id without a meaning says."""
+
 SPECIAL_TOKENS: Mapping[int, str] = {
     0: "[BOS]",
     1: "[EOS]",
@@ -201,8 +204,13 @@ class Tokenizer:
         return IncrementalDecoder(self, skip_special=skip_special)
 
     def decode_bytes(self, ids: Iterable[int], *, skip_special: bool = False) -> bytes:
-        """The bytes that `ids` stand for; they may end within a character."""
-        return b"".join(self.token_bytes(i) for i in ids if not (skip_special and i in self._skipped))
+        """The bytes that `ids` stand for; they may end within a character.
+
+        Ids beyond the vocabulary, such as padding rows of a model's head, are U+FFFD.
+        """
+        bytes_of = (UNKNOWN if i >= self.vocab_size else self.token_bytes(i)
+                    for i in ids if not (skip_special and i in self._skipped))  # fmt: skip
+        return b"".join(bytes_of)
 
 
 class IncrementalDecoder:

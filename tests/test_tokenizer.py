@@ -85,7 +85,7 @@ def test_unknown_special_name_lists_the_known_ones(tokenizer):
 def test_ids_outside_the_vocabulary_are_refused(tokenizer):
     for bad in (-1, tokenizer.vocab_size, 163_841):
         with pytest.raises(TokenizerError, match=rf"token id {bad} is outside"):
-            tokenizer.decode([0, bad])
+            tokenizer.token_bytes(bad)
 
 
 def test_skip_special_keeps_thinking_and_tool_markers(tokenizer):
@@ -219,3 +219,14 @@ def test_every_written_token_is_reached(tokenizer):
     for rank, token in enumerate(TOKENS, 256):
         assert tokenizer.token_bytes(rank) == token
         assert tokenizer._bpe._encode_single_piece(token) == [rank]
+
+
+def test_ids_beyond_the_vocabulary_are_shown_as_unknown(tmp_path):
+    """A model's head may have more rows than the tokenizer has ids; the text goes on."""
+    write_tokenizer(tmp_path, [])
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert tokenizer.decode([72, tokenizer.vocab_size, 105, 10**6]) == "H\ufffdi\ufffd"
+    decoder = tokenizer.decoder()
+    assert decoder.push([72, 0xC3]) + decoder.push([tokenizer.vocab_size, 105]) + decoder.flush() == "H\ufffd\ufffdi"
+    with pytest.raises(TokenizerError, match="token id -1 is outside"):
+        tokenizer.decode([-1])

@@ -85,7 +85,7 @@ class AutomaticBudget:
         return next(rows for rows in speed if speed[rows] >= NEARLY * max(speed.values())), rounds
 
     def observe(self, rows: int, rounds: int, tokens: int) -> None:
-        """Learns from a dispatch: its rounds, added up over the requests, and the tokens that they accepted."""
+        """Learns from a dispatch: its rounds, added up over the requests, and the tokens that they emitted."""
         kept = 0.5 ** (rounds / HALF_LIFE)  # plain rounds too: what was seen long ago says less
         self._rounds, self._tokens = kept * self._rounds, kept * self._tokens
         if rows == 1:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -66,7 +67,7 @@ class Draft:
     def __post_init__(self) -> None:
         if self.budget != "auto" and self.budget < 0:
             raise ValueError(f"budget is {self.budget}; a tree has 0 nodes or more")
-        if self.synthetic is not None and self.synthetic < 1:
+        if self.synthetic is not None and not 1 <= self.synthetic < math.inf:
             raise ValueError(f"synthetic acceptance is {self.synthetic}; every round gives at least 1 token")
 
 
@@ -109,6 +110,12 @@ class Engine:
         """Ids that end a text: those config.json names and the tokenizer's own."""
         return tuple(sorted({*self.config.eos_token_ids, *(self.tokenizer.special_id(name) for name in STOP_TOKENS)}))
 
+    @property
+    def known_ids(self) -> int | None:
+        """Ids that the tokenizer knows, where the head has rows beyond them (padding, which must not be drawn)."""
+        known = self.tokenizer.vocab_size
+        return known if known < self.config.vocab_size else None
+
     @functools.cached_property
     def _programs(self) -> dict[tuple[Sampling, Draft], Programs]:
         return {}
@@ -131,6 +138,7 @@ class Engine:
                 self.model, self.mesh, self.rules, sampling, self.stop_ids, self.dtype, self._speculation(draft),
                 experts_move=self.rebalancer is not None,
                 exchange_may_overflow=may_overflow(self.layout),
+                known_ids=self.known_ids,
             )  # fmt: skip
         return self._programs[key]
 
@@ -185,6 +193,7 @@ class Engine:
             shared=draft.shared,
             synthetic=draft.synthetic,
             tp=self.mesh.shape["tp"],
+            known_ids=self.known_ids,
         )
 
     def generate(

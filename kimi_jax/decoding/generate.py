@@ -125,9 +125,8 @@ def dispatch(
 
 
 def _rounds_and_tokens(snapshot: Snapshot) -> np.ndarray:
-    """Rounds run so far and tokens that they accepted, over all requests."""
-    lengths = np.arange(snapshot.accepted.shape[1])
-    return np.array([snapshot.rounds.sum(), (snapshot.accepted @ lengths).sum()])
+    """Rounds run so far and tokens that they emitted, over all requests."""
+    return np.array([snapshot.rounds.sum(), snapshot.round_tokens.sum()])
 
 
 def prefill(

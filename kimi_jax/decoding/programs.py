@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kimi_jax.ddtree.acceptance import Acceptance, emit
 from kimi_jax.ddtree.tree import DraftTree
-from kimi_jax.decoding.sampling import Sampling, next_tokens
+from kimi_jax.decoding.sampling import Sampling, next_tokens, only_known
 from kimi_jax.decoding.speculation import DFlashSpeculation, NoSpeculation, Speculation
 from kimi_jax.decoding.state import FINE, Counters, DecodeState, Snapshot, initial_state
 from kimi_jax.model.cache import Latents, commit
@@ -74,6 +74,8 @@ class Programs:
     """The placement of experts is an argument and not part of the programs, and their loads are counted."""
     exchange_may_overflow: bool = False
     """Count the exchanges that took the exact path."""
+    known_ids: int | None = None
+    """Ids below this have a meaning in the tokenizer, and no other is drawn; None where all rows of the head have."""
 
     def with_rows(self, rows: int) -> "Programs":
         """The same with draft trees of so many rows, the root included. It takes this one's states; compiled once."""
@@ -124,6 +126,7 @@ class Programs:
         places: dict[str, Any] = {field.name: REQUESTS for field in dataclasses.fields(DecodeState)}
         places["cache"] = cache_spec(self.rules)
         places["context"] = self.speculation.context_spec
+        places["hits"] = REQUESTS if self.speculation.max_depth else None
         counters: dict[str, Any] = {
             "loads": REQUESTS if self.experts_move else None,
             "exchanges": PartitionSpec(AXES) if self.exchange_may_overflow else None,
@@ -264,12 +267,13 @@ class Programs:
             context=speculation.extend(state.context, verified.taps, state.lengths, accepted),
             lengths=state.lengths + accepted,
             anchors=jnp.where(active, acceptance.bonus, state.anchors),
-            rounds=state.rounds + active,
-            accepted=state.accepted.at[jnp.arange(active.size), accepted].add(active.astype(jnp.int32)),
+            hits=_reached(state.hits, accepted - 1),
             nodes=state.nodes + jnp.where(active, tree.num_nodes, 0),
             counters=jax.tree.map(jnp.add, state.counters, verified.counted),
         )
-        state = self._emit(state, acceptance.tokens, accepted)
+        emitted = self._emit(state, acceptance.tokens, accepted)
+        new = emitted.counts - state.counts
+        state = dataclasses.replace(emitted, round_tokens=_reached(state.round_tokens, new))
         return _record_failure(state, active & ~verified.finite)
 
     def _verify(self, model: CausalLM, speculation: Speculation, state: DecodeState, tree: DraftTree) -> Verified:
@@ -337,13 +341,19 @@ class Programs:
     def _draw(self, model: CausalLM, state: DecodeState, hidden: Array, positions: Array) -> tuple[Array, Array]:
         logits = model.logits(hidden)
         with jax.named_scope("sampling"):
-            return next_tokens(logits, positions, state.keys, self.sampling)
+            return next_tokens(only_known(logits, self.known_ids), positions, state.keys, self.sampling)
+
+
+def _reached[Counts: Array | None](counts: Counts, reached: Int[Array, " requests"]) -> Counts:
+    """Counts one more for every n below what a request reached this round; None stays None."""
+    return jax.tree.map(lambda x: x + (jnp.arange(x.shape[1]) < reached[:, None]), counts)
 
 
 def _snapshot(state: DecodeState) -> Snapshot:
     """What the host reads, the same on every device."""
     names = [field.name for field in dataclasses.fields(Snapshot) if field.name not in ("exchanges", "overflows")]
-    snapshot = Snapshot(**{name: all_gather(getattr(state, name), BATCH_AXES) for name in names})
+    own = {name: getattr(state, name) for name in names}
+    snapshot = Snapshot(**jax.tree.map(lambda x: all_gather(x, BATCH_AXES), own))
     if state.counters.exchanges is None:
         return snapshot
     # All ep ranks of an exchange count it.

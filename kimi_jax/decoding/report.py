@@ -1,6 +1,13 @@
-"""What a run of decoding did, in numbers: the one-line summary, the acceptance table and the JSON form."""
+"""What a run of decoding did, in numbers: the one-line summary, the acceptance table and the JSON form.
+
+Acceptance length is the number of tokens emitted a request and round: those that a round put into the text, so neither
+what stands behind a stop token or the limit, nor the first token of a text, which prefill draws. It is 1 in plain
+decoding. A draft's hit is another matter: the target would have written the drafted token too, be it behind the end of
+the text. Hit rates say how good a drafter is, whatever the texts' lengths; acceptance lengths say what it brings.
+"""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -38,23 +45,31 @@ class Report:
 
     @property
     def histogram(self) -> np.ndarray:
-        """Entry n counts the rounds, over all prompts, with acceptance length n."""
-        return np.zeros(2, int) if self.snapshot is None else np.asarray(self.snapshot.accepted).sum(0)
+        """Entry n counts the rounds, over all prompts, that put n tokens into a text."""
+        return np.zeros(2, int) if self.snapshot is None else rounds_by_tokens(self.snapshot)
 
     @property
-    def acceptance_length(self) -> float:
-        """Tokens a round gave on average: accepted drafts and the target's own token after them.
-
-        The last round of a text counts whole, with what stood behind the stop token or the limit.
-        """
-        histogram = self.histogram
-        return float(histogram @ np.arange(len(histogram)) / max(histogram.sum(), 1))
+    def acceptance_length(self) -> float | None:
+        """Tokens emitted a request and round, on average; None where no round ran."""
+        rounds = self.histogram.sum()
+        return float(self.histogram @ np.arange(len(self.histogram)) / rounds) if rounds else None
 
     @property
-    def acceptance_by_position(self) -> list[float]:
-        """For each draft position, how often it was accepted among the rounds that accepted the one before."""
-        at_least = np.cumsum(self.histogram[::-1])[::-1]
-        return [float(at_least[n + 1] / at_least[n]) for n in range(1, len(at_least) - 1) if at_least[n]]
+    def draft_hits(self) -> list[int]:
+        """For each depth of the draft trees, the rounds whose draft there was a hit: what the drafter found alone."""
+        hits = None if self.snapshot is None else self.snapshot.hits
+        return [] if hits is None else np.asarray(hits).sum(0).tolist()
+
+    @property
+    def draft_hit_rates(self) -> list[float]:
+        """For each depth, how often its draft was a hit among the rounds in which the one before was."""
+        hits = [int(self.histogram.sum()), *self.draft_hits]
+        return [after / before for before, after in itertools.pairwise(hits) if before]
+
+    @property
+    def draft_hits_per_round(self) -> float:
+        """Drafts a round that the target would have written too."""
+        return sum(self.draft_hits) / max(int(self.histogram.sum()), 1)
 
     @property
     def nodes_per_round(self) -> float:
@@ -78,10 +93,12 @@ class Report:
             "first_token_seconds": round(self.first_token_seconds, 4),
             "seconds": round(self.seconds, 4),
             "tokens_per_second": None if self.tokens_per_second is None else round(self.tokens_per_second, 2),
-            "acceptance_length": round(self.acceptance_length, 4),
+            "acceptance_length": None if self.acceptance_length is None else round(self.acceptance_length, 4),
             "acceptance_histogram": self.histogram.tolist(),
-            "acceptance_by_position": [round(rate, 4) for rate in self.acceptance_by_position],
             "nodes_per_round": round(self.nodes_per_round, 2),
+            "draft_hits": self.draft_hits,
+            "draft_hits_per_round": round(self.draft_hits_per_round, 4),
+            "draft_hit_rates": [round(rate, 4) for rate in self.draft_hit_rates],
         } | self._exchanges()
 
     def _exchanges(self) -> dict[str, int]:
@@ -94,7 +111,7 @@ class Report:
         """One line for everyone: how much text, how long it took, how fast it came."""
         several = f"{self.prompts} prompts, " if self.prompts > 1 else ""
         tokens = f"{self.tokens} token{'' if self.tokens == 1 else 's'} in {self.seconds:.1f} s"
-        drafted = len(self.histogram) > 2
+        drafted = bool(self.draft_hits) and self.acceptance_length is not None
         accepted = f"{self.acceptance_length:.2f} tokens a round" if drafted else ""
         if self.tokens_per_second is None:
             return f"{several}{tokens}, starting included" + (f"; {accepted}" if drafted else "")
@@ -102,24 +119,31 @@ class Report:
         return f"{several}{tokens}: {start}" + (f", {accepted}" if drafted else "")
 
     def details(self) -> str:
-        """One line of what the devices did: rounds, and exchanges that overflowed their buffers."""
+        """One line of what the devices did: rounds, drafts' hits, and exchanges that overflowed their buffers."""
         counts = self._exchanges()
-        line = f"{self.rounds} rounds"
+        line = f"{self.rounds} round{'' if self.rounds == 1 else 's'}"
+        if self.draft_hits:
+            line += f" with {self.draft_hits_per_round:.2f} drafts hit in each"
         if counts:
             line += f"; {counts['overflows']} of {counts['exchanges']} exchanges through buffers overflowed"
             line += " and took the exact path" if counts["overflows"] else ""
         return line
 
     def table(self) -> Table:
-        """Acceptance by draft position, for the terminal."""
+        """Tokens of the rounds and hits of the drafts, for the terminal."""
         table = Table(box=None, header_style="dim", style="dim")
-        table.add_column("tokens a round", justify="right")
-        table.add_column("rounds", justify="right")
-        table.add_column("next draft accepted", justify="right")
-        rates = {n: rate for n, rate in enumerate(self.acceptance_by_position, 1)}
-        for length, count in enumerate(self.histogram):
-            if count:
-                rate = f"{rates[length]:.0%}" if length in rates else ""
-                table.add_row(str(length), str(count), rate)
+        for name in ("n", "rounds of n tokens", "hits of draft n", "of those where n - 1 hit"):
+            table.add_column(name, justify="right")
+        drafts = itertools.zip_longest(self.draft_hits, self.draft_hit_rates)
+        for n, (count, draft) in enumerate(itertools.zip_longest(self.histogram[1:], drafts, fillvalue=(0, None)), 1):
+            hits, rate = draft
+            if count or hits:
+                table.add_row(str(n), str(count or ""), str(hits or ""), "" if rate is None else f"{rate:.0%}")
         table.caption = f"{self.nodes_per_round:.1f} tree nodes a round"
         return table
+
+
+def rounds_by_tokens(snapshot: Snapshot, requests: int | None = None) -> np.ndarray:
+    """Entry n counts the rounds that put n tokens into a text, over the first `requests` of a batch or all."""
+    more_than = np.asarray(snapshot.round_tokens)[:requests].sum(0)
+    return np.concatenate([[0], more_than - np.append(more_than[1:], 0)])

@@ -18,6 +18,11 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from kimi_jax.ddtree.tree import largest
 from kimi_jax.parallel.collectives import all_gather, axis_index
 
+COLDEST, HOTTEST = 1e-30, 1e30
+"""Temperatures by which float32 logits can be divided. Below, every other token has probability 0."""
+LEAST_TOP_P = 1e-30
+"""A top_p below the probability of any most likely token, which float32 holds."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -32,10 +37,10 @@ class Sampling:
     """Keep tokens with at least this fraction of the most likely token's probability."""
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or positive")
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}; it must be 0 (off) or positive")
+        if not 0 <= self.temperature <= HOTTEST:
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or positive, at most {HOTTEST}")
+        if not isinstance(self.top_k, int | np.integer) or self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; it must be an integer, 0 (off) or positive")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must lie in (0, 1]")
         if not 0 <= self.min_p <= 1:
@@ -43,8 +48,8 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
-        return self.temperature == 0
+        """Whether the most likely token is always taken: at temperature 0, and so near it that all else is 0."""
+        return self.temperature < COLDEST
 
 
 KEYS = "threefry2x32"
@@ -69,6 +74,14 @@ def request_keys(seeds: Sequence[int], samples: Sequence[int]) -> UInt32[np.ndar
     halves = np.array([(seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF) for seed in map(check_seed, seeds)], np.uint32)
     keys = jax.random.wrap_key_data(jnp.asarray(halves.reshape(-1, 2)), impl=KEYS)
     return np.asarray(jax.random.key_data(jax.vmap(jax.random.fold_in)(keys, np.asarray(samples, np.uint32))))
+
+
+def only_known(logits: Float[Array, "*rows vocab_local"], known: int | None) -> Float[Array, "*rows vocab_local"]:
+    """This tp rank's logits with ids from `known` on at -inf; None leaves them all."""
+    if known is None:
+        return logits
+    ids = axis_index("tp") * logits.shape[-1] + jnp.arange(logits.shape[-1])
+    return jnp.where(ids < known, logits, -jnp.inf)
 
 
 def next_tokens(
@@ -116,7 +129,7 @@ def filtered_logits(logits: Float[Array, "*rows vocab"], sampling: Sampling) -> 
         ordered = jnp.where(jnp.arange(ordered.shape[-1]) < sampling.top_k, ordered, -jnp.inf)
     probabilities = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    kept = (before < sampling.top_p) & (probabilities >= sampling.min_p * probabilities[..., :1])
+    kept = (before < max(sampling.top_p, LEAST_TOP_P)) & (probabilities >= sampling.min_p * probabilities[..., :1])
     kept &= ordered > -jnp.inf
     cut = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits >= cut, logits, -jnp.inf)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from kimi_jax.ddtree.acceptance import Acceptance, walk
 from kimi_jax.ddtree.budget import share_nodes
 from kimi_jax.ddtree.tree import DraftTree, build_lattice, chain, greedy_path, truncate
-from kimi_jax.decoding.sampling import KEYS
+from kimi_jax.decoding.sampling import KEYS, only_known
 from kimi_jax.decoding.state import DecodeState
 from kimi_jax.drafter.context import CONTEXT, empty_context
 from kimi_jax.drafter.dflash import DFlash, stack_taps
@@ -127,6 +127,8 @@ class DFlashSpeculation:
     synthetic: float | None = None
     """Replaces the acceptance length by this mean. The text is then meaningless; throughput is not."""
     tp: int = 1
+    known_ids: int | None = None
+    """No id from here on is drafted; see `Programs`."""
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
@@ -173,7 +175,7 @@ class DFlashSpeculation:
         with jax.named_scope("drafter"):
             hidden = self.drafter.draft(state.context, state.anchors, state.lengths, model.model.embed_tokens)
             hidden = hidden[:, : min(self.max_depth, self.budget)]
-            logits = self.drafter.logits(hidden, model.lm_head)
+            logits = only_known(self.drafter.logits(hidden, model.lm_head), self.known_ids)
         with jax.named_scope("tree"):
             k = 1 if self.shape == "chain" else max(1, min(self.budget, model.config.vocab_size))
             log_probs, ids = self.drafter.candidates(hidden, logits, state.anchors, k)

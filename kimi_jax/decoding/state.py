@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int, PyTree, UInt32
 
@@ -44,10 +45,11 @@ class DecodeState:
     failed: Int[Array, " requests"]
     """Position at which the logits were not finite, or FINE."""
     keys: UInt32[Array, "requests 2"]
-    rounds: Int[Array, " requests"]
-    """Rounds in which the request was still running."""
-    accepted: Int[Array, "requests lengths"]
-    """Rounds by acceptance length: entry n counts those that gave n tokens."""
+    round_tokens: Int[Array, "requests steps"]
+    """[n]: rounds that put more than n tokens into the text. What stands behind a stop token or the limit is none."""
+    hits: Int[Array, "requests depth"] | None
+    """[d]: rounds whose draft of depth d + 1 the target would have written too, be it behind the end of the text; None
+    where nothing is drafted."""
     nodes: Int[Array, " requests"]
     """Draft tree nodes verified, over all rounds."""
     context: PyTree
@@ -64,13 +66,18 @@ class Snapshot:
     counts: Int[Array, " requests"]
     finished: Bool[Array, " requests"]
     failed: Int[Array, " requests"]
-    rounds: Int[Array, " requests"]
-    accepted: Int[Array, "requests lengths"]
+    round_tokens: Int[Array, "requests steps"]
+    hits: Int[Array, "requests depth"] | None
     nodes: Int[Array, " requests"]
     exchanges: Int[Array, ""] | None = None
     """Exchanges through bounded buffers so far: one for each layer, replica and tp rank of a step."""
     overflows: Int[Array, ""] | None = None
     """Those among them that took the exact path."""
+
+    @property
+    def rounds(self) -> Int[np.ndarray, " requests"]:
+        """Rounds in which the request was still running: each gives a token at least."""
+        return np.asarray(self.round_tokens)[:, 0]
 
 
 def initial_state(
@@ -107,8 +114,8 @@ def initial_state(
         finished=limits == 0,
         failed=jnp.full(requests, FINE, jnp.int32),
         keys=keys,
-        rounds=zeros,
-        accepted=jnp.zeros((requests, max_depth + 2), jnp.int32),
+        round_tokens=jnp.zeros((requests, max_depth + 1), jnp.int32),
+        hits=jnp.zeros((requests, max_depth), jnp.int32) if max_depth else None,
         nodes=zeros,
         context=context,
         counters=counters,

@@ -40,7 +40,7 @@ def measure_rounds(
         state = jax.block_until_ready(state)
         started = time.perf_counter()
         _, snapshot = decode(parameters, state, np.int32(limits.rounds_per_dispatch))
-        rounds = int(np.asarray(snapshot.rounds).max())
+        rounds = int(snapshot.rounds.max())
         return (time.perf_counter() - started) / max(rounds, 1)
 
     times: dict[int, float] = {}

@@ -155,7 +155,7 @@ def _ranks(rate: float, sibling_share: float, ranks: int = 8) -> tuple[float, ..
 def from_file(path: Path, *, sibling_share: float, after_sibling: float) -> Acceptance:
     """Read measured hit rates, one entry a draft depth.
 
-    Either decode.py's --json output of a run with a chain (`acceptance_by_position` of its `summary`), or JSON with a
+    Either decode.py's --json output of a run with a chain (`draft_hit_rates` of its `summary`), or JSON with a
     list `hit_rates`. An entry is the first candidate's rate, whose siblings then follow from `sibling_share`, or a
     list of rates by rank.
 
@@ -165,10 +165,10 @@ def from_file(path: Path, *, sibling_share: float, after_sibling: float) -> Acce
     report = read_json(path)
     rates = None
     if isinstance(report, dict):
-        rates = report.get("hit_rates") or report.get("summary", {}).get("acceptance_by_position")
+        rates = report.get("hit_rates") or report.get("summary", {}).get("draft_hit_rates")
     if not isinstance(rates, list) or not rates:
         raise ValueError(
-            f"{path}: neither a list `hit_rates` nor a decode.py report that speculated (`acceptance_by_position`)"
+            f"{path}: neither a list `hit_rates` nor a decode.py report that speculated (`draft_hit_rates`)"
         )
     rows = tuple(
         tuple(map(float, row)) if isinstance(row, list) else _ranks(float(row), sibling_share) for row in rates

@@ -27,7 +27,7 @@ class Speed:
     """Of each repetition: all prompts' tokens after the first over the time they took, prefill and compilation
     excluded."""
     acceptance_length: float
-    """Tokens a round."""
+    """Tokens emitted a round; see `decoding.report`."""
     texts: list[list[int]]
     """Token ids that followed each prompt."""
 
@@ -81,7 +81,7 @@ def measure_speculation(
             programs = engine.programs(Sampling(), draft)
             parameters: Parameters = {name: engine.parameters[name] for name in programs.needs}
             tokens = seconds = 0.0
-            rounds = accepted = 0
+            rounds = 0
             texts[kind] = []
             for prompt in prompts:
                 with jax.default_matmul_precision("highest"):
@@ -94,10 +94,8 @@ def measure_speculation(
                     seconds += time.perf_counter() - started
                 tokens += len(text) - 1
                 texts[kind].append(text)
-                histogram = np.asarray(snapshot.accepted)[0]
-                rounds += int(histogram.sum())
-                accepted += int(histogram @ np.arange(len(histogram)))
-            lengths[kind] = accepted / max(rounds, 1)
+                rounds += int(snapshot.rounds[0])
+            lengths[kind] = tokens / max(rounds, 1)
             if repeat:
                 rates[kind].append(tokens / seconds)
             if progress:

@@ -11,7 +11,7 @@ import numpy as np
 from kimi_jax.chat import render
 from kimi_jax.decoding.engine import PLAIN, Draft, Engine
 from kimi_jax.decoding.generate import Limits
-from kimi_jax.decoding.report import Report
+from kimi_jax.decoding.report import Report, rounds_by_tokens
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.training.generations import MAX_NEW_TOKENS, answer_text
 from kimi_jax.training.tasks import FAMILIES, Example, held_out
@@ -41,7 +41,7 @@ class FamilyScore:
     tokens: int
     """Generated, stop tokens included."""
     rounds_by_length: tuple[int, ...]
-    """Rounds that gave 0, 1, 2, … tokens."""
+    """Rounds that put 0, 1, 2, … tokens into an answer."""
     seconds: float = 0.0
     """What they took, prefill included and compilation not."""
     steps: int = 0
@@ -73,7 +73,7 @@ class FamilyScore:
 
     @property
     def acceptance(self) -> float:
-        """Mean tokens a round (1 in plain decoding)."""
+        """Acceptance length: mean tokens emitted a round (1 in plain decoding)."""
         lengths = np.arange(len(self.rounds_by_length))
         return float(np.dot(self.rounds_by_length, lengths) / sum(self.rounds_by_length))
 
@@ -161,7 +161,7 @@ def _decode(engine: Engine, examples: Sequence[Example], batch: int, draft: Draf
         exact=sum(answer_text(engine, text) == e.answer for text, e in zip(texts, examples, strict=True)),
         prompts=len(examples),
         tokens=sum(map(len, texts)),
-        rounds_by_length=tuple(report.snapshot.accepted[: len(examples)].sum(0).tolist()),
+        rounds_by_length=tuple(rounds_by_tokens(report.snapshot, len(examples)).tolist()),
         seconds=report.seconds,
         steps=report.rounds,
         later_steps=report.rounds - 1,

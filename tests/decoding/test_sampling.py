@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kimi_jax.decoding.sampling import Sampling, filtered_logits, next_tokens, request_keys
+from kimi_jax.decoding.sampling import Sampling, filtered_logits, next_tokens, only_known, request_keys
 
 pytestmark = pytest.mark.core
 
@@ -73,6 +73,37 @@ def test_greedy_takes_the_lower_id_of_equals_and_notices_nan():
     assert finite.tolist() == [[True, False]]
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=5e-324),
+        Sampling(temperature=1e-38),
+        Sampling(temperature=1e-30),
+        Sampling(temperature=1.0, top_p=1e-300),
+        Sampling(temperature=1.0, top_p=5e-324, top_k=3, min_p=1.0),
+        Sampling(temperature=1e30, top_k=1),
+        Sampling(temperature=1.0, min_p=1.0),
+    ],
+    ids=str,
+)
+def test_extreme_settings_leave_the_most_likely_token(sampling):
+    for scale in (1.0, 1e4):
+        logits = scale * jnp.asarray(LOGITS)[None, None, ::-1]
+        tokens, finite = next_tokens(logits, jnp.zeros((1, 1), jnp.int32), request_keys([0], [0]), sampling)
+        assert tokens.tolist() == [[5]]
+        assert finite.all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1e30])
+def test_ids_beyond_the_known_ones_have_no_probability(temperature):
+    logits = jnp.broadcast_to(jnp.asarray([0.0, 1.0, 50.0, 60.0]), (500, 1, 4))
+    keys = request_keys([0] * 500, range(500))
+    tokens, finite = next_tokens(only_known(logits, 2), jnp.zeros((500, 1), jnp.int32), keys, Sampling(temperature))
+    assert set(tokens.ravel().tolist()) == ({1} if temperature == 0 else {0, 1})
+    assert finite.all()
+    assert only_known(logits, None) is logits
+
+
 def test_every_bit_of_a_seed_and_the_sample_number_count():
     seeds = [0, 1, 1 << 31, 1 << 32, 1 << 33, 1 << 62, (1 << 62) + 1, (1 << 63) - 1, -1, -(1 << 63)]
     keys = request_keys([*seeds, *seeds], [0] * len(seeds) + [1] * len(seeds))
@@ -89,7 +120,10 @@ def test_seeds_that_do_not_fit_are_refused(seed):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("temperature", -1.0), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1), ("min_p", 2.0)]
+    ("field", "value"),
+    [("temperature", -1.0), ("top_k", -1), ("top_k", 1.5), ("top_p", 0.0), ("top_p", 1.1), ("min_p", 2.0)]
+    + [("temperature", 1e31)]
+    + [(field, value) for field in ("temperature", "top_p", "min_p") for value in (np.nan, np.inf, -np.inf)],
 )
 def test_settings_out_of_range_are_refused(field, value):
     with pytest.raises(ValueError, match=field):

@@ -11,7 +11,8 @@ from jaxtyping import Array
 from kimi_jax.ddtree.tree import build_tree, chain
 from kimi_jax.decoding.automatic import RoundCosts
 from kimi_jax.decoding.engine import PLAIN, Draft
-from kimi_jax.decoding.generate import Limits, generate
+from kimi_jax.decoding.generate import Limits, generate, prefill
+from kimi_jax.decoding.report import Report, rounds_by_tokens
 from kimi_jax.decoding.sampling import Sampling, filtered_logits
 from kimi_jax.decoding.speculation import NoSpeculation
 from kimi_jax.model.transformer import causal_rows
@@ -144,7 +145,8 @@ def test_a_drafter_that_knows_the_answer_accepts_whole_blocks(count, engines, pr
     assert told == answers
     # One token from prefill, then 8 a round: 23 more take three, the last one cut.
     assert last.snapshot.rounds.tolist() == [3] * count
-    assert last.snapshot.accepted[:, 8].tolist() == [3] * count
+    assert last.snapshot.hits.tolist() == [[3] * 7] * count
+    assert rounds_by_tokens(last.snapshot).tolist() == [0, 0, 0, 0, 0, 0, 0, count, 2 * count]
 
 
 def test_a_drafter_that_knows_nothing_accepts_one_token_a_round(engines, prompts):
@@ -154,7 +156,7 @@ def test_a_drafter_that_knows_nothing_accepts_one_token_a_round(engines, prompts
     told = Told(tokens=jnp.full((3, 64), never, jnp.int32))
     wrong, last = run(with_speculation(engine, told), engine.parameters, prompts, limits)
     assert wrong == answers
-    assert last.snapshot.accepted.tolist() == [[0, 11, 0, 0, 0, 0, 0, 0, 0]] * 3
+    assert rounds_by_tokens(last.snapshot).tolist() == [0, 33, 0, 0, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 8, 9, 10])
@@ -180,6 +182,54 @@ def test_a_stop_token_inside_an_accepted_path_ends_the_text_there(engines, promp
     told, last = run(programs, engine.parameters, prompts[:1], limits)
     assert told == [answer[: answer.index(stop) + 1]]
     assert last.snapshot.rounds.tolist() == [1]
+    report = Report(1)
+    report.add(last)
+    found = report.as_dict()
+    end = answer.index(stop)  # tokens that the round emitted: prefill drew one of end + 1
+    assert found["acceptance_length"] == end
+    assert found["acceptance_histogram"] == [int(n == end) for n in range(9)]
+    assert found["draft_hits"] == [1] * 7
+    assert found["draft_hit_rates"] == [1.0] * 7
+    assert f"{end}.00 tokens a round" in report.summary()
+    assert report.details() == "1 round with 7.00 drafts hit in each"
+
+
+@pytest.mark.parametrize("limit", [1, 2, 6])
+def test_acceptance_length_counts_no_token_behind_the_limit(limit, engines, prompts):
+    engine = engines()
+    answer = texts(engine, prompts[:1], Limits(max_new_tokens=24))[0]
+    table = np.zeros((1, 64), np.int32)
+    table[0, len(prompts[0]) : len(prompts[0]) + 24] = answer
+    programs = with_speculation(engine, Told(tokens=jnp.asarray(table)))
+    _, last = run(programs, engine.parameters, prompts[:1], Limits(max_new_tokens=limit))
+    report = Report(1)
+    report.add(last)
+    assert report.acceptance_length == (None if limit == 1 else limit - 1)
+    assert report.as_dict()["rounds"] == (limit > 1)
+
+
+@pytest.mark.parametrize("mesh", ["local", "hgx-ib-16"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_ids_beyond_the_tokenizer_are_neither_drawn_nor_drafted(mesh, temperature, engines, prompts):
+    """Padding rows of the head: the text is what a head without them gives, on every mesh, drafted or not."""
+    engine, sampling, limits = engines(mesh), Sampling(temperature), Limits(max_new_tokens=12)
+    known = sorted({token for text in texts(engine, prompts, limits, sampling=sampling) for token in text})[-3]
+    found = []
+    for draft in (PLAIN, Draft("ddtree", 16)):
+        whole = engine.programs(sampling, draft)
+        speculation = whole.speculation
+        if speculation.drafter is not None:
+            speculation = dataclasses.replace(speculation, known_ids=known)
+        programs = dataclasses.replace(whole, known_ids=known, speculation=speculation)
+        found.append(run(programs, engine.parameters, prompts, limits)[0])
+        needed = {name: engine.parameters[name] for name in programs.needs}
+        tree = programs.parts[0](needed, prefill(programs, needed, prompts, limits))
+        assert tree.tokens.max() < known
+    assert found[0] == found[1]
+    assert max(map(max, found[0])) < known
+    if mesh != "local":
+        local = dataclasses.replace(engines().programs(sampling), known_ids=known)
+        assert run(local, engines().parameters, prompts, limits)[0] == found[0]
 
 
 def test_a_mask_id_that_the_target_really_emits_is_kept(engines, prompts):
@@ -224,8 +274,9 @@ def test_sampled_text_has_the_targets_law(temperature, engines, forward):
     drafts = Fixed(log_probs=jnp.log(jnp.asarray(marginal, jnp.float32)), budget=16, max_depth=2)
     programs = with_speculation(engine, drafts, sampling)
     drawn, last = run(programs, engine.parameters, [prompt] * runs, Limits(max_new_tokens=3), 5, range(runs))
-    histogram = last.snapshot.accepted.sum(0)
-    assert (histogram[1:4] > runs / 50).all(), f"drafts must be accepted and rejected: {histogram}"
+    hits = np.append(last.snapshot.hits.sum(0), 0)
+    paths = np.append(last.snapshot.rounds.sum(), hits[:-1]) - hits
+    assert (paths > runs / 50).all(), f"drafts must be accepted and rejected: {paths}"
 
     observed = dict.fromkeys(joint, 0)
     for text in drawn:
@@ -254,9 +305,10 @@ def test_synthetic_acceptance_has_the_wanted_mean(engines, prompts):
     engine = engines()
     programs = engine.programs(GREEDY, Draft("ddtree", 16, synthetic=3.25))
     _, last = run(programs, engine.parameters, prompts * 4, Limits(max_new_tokens=120))
-    lengths = last.snapshot.accepted.sum(0)
-    assert set(np.flatnonzero(lengths)) == {3, 4}
-    assert lengths @ np.arange(len(lengths)) / lengths.sum() == pytest.approx(3.25, abs=0.1)
+    rounds, hits = last.snapshot.rounds.sum(), last.snapshot.hits.sum(0)
+    assert hits[:2].tolist() == [rounds, rounds]
+    assert hits[3:].tolist() == [0] * 4
+    assert 1 + hits.sum() / rounds == pytest.approx(3.25, abs=0.1)
 
 
 def test_the_compiled_rounds_never_leave_the_device_and_copy_no_cache(engines):

@@ -66,10 +66,10 @@ def test_measured_hit_rates(tmp_path):
     assert measured.max_depth == 2
     # 0.8, 0.8 · 0.5, the second's sibling 0.8 · 0.25, and so on; of the first depth only what was listed.
     assert measured.length(3) == pytest.approx(1 + 0.8 + 0.4 + 0.2)
-    path.write_text(json.dumps({"results": [], "summary": {"acceptance_by_position": [0.9, 0.5]}}))
+    path.write_text(json.dumps({"results": [], "summary": {"draft_hit_rates": [0.9, 0.5]}}))
     decoded = acceptance.from_file(path, sibling_share=0.5, after_sibling=0.5)
     assert decoded.chain_length() == pytest.approx(1 + 0.9 + 0.45)
-    path.write_text(json.dumps({"results": [], "summary": {"acceptance_by_position": []}}))
+    path.write_text(json.dumps({"results": [], "summary": {"draft_hit_rates": []}}))
     with pytest.raises(ValueError, match="hit_rates"):
         acceptance.from_file(path, sibling_share=0.5, after_sibling=0.5)
 
