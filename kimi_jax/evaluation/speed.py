@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from kimi_jax.decoding.engine import Draft, Engine
 from kimi_jax.decoding.generate import Limits, dispatch, prefill
