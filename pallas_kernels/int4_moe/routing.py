@@ -56,8 +56,9 @@ def group_pairs(expert_ids: Int[Array, "rows top_k"], slots: int, tile_rows: int
     else:
         order = jnp.argsort(ids, stable=True)
         by_expert = ids[order]
-        first = jnp.searchsorted(by_expert, by_expert).astype(jnp.int32)
-        sorted_rank = pair - first
+        # Where each expert begins, by a running maximum: a search would be a loop of kernels outside CUDA graphs.
+        begins = jnp.concatenate([jnp.ones(1, bool), by_expert[1:] != by_expert[:-1]])
+        sorted_rank = pair - lax.cummax(jnp.where(begins, pair, 0))
         opens = (by_expert < slots) & (sorted_rank % tile_rows == 0)
         sorted_tile = jnp.cumsum(opens, dtype=jnp.int32) - 1
         tile_expert = jnp.zeros((max_tiles,), jnp.int32)

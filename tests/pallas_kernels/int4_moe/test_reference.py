@@ -169,3 +169,9 @@ def test_public_function_takes_the_reference_on_a_cpu():
     got = int4_moe(jnp.asarray(x), jnp.asarray(ids), jnp.asarray(weights), *problem.weights())
     assert got.dtype == jnp.float32
     assert relative_error(got, problem.expected(x, ids, weights)) < 2e-6
+
+
+def test_grouping_many_pairs_runs_no_loop():
+    """Above COMPARE_LIMIT too: a loop would run outside CUDA graphs, in every layer of a prefill."""
+    compiled = jax.jit(lambda ids: group_pairs(ids, 24, 32)).lower(jnp.zeros((513, 8), jnp.int32)).compile()
+    assert "while(" not in compiled.as_text()
