@@ -50,6 +50,18 @@ def decode(data: bytes, name: str | Path) -> str:
     return text.removeprefix("\ufeff")
 
 
+def require_utf8(text: str, name: str) -> str:
+    """The text. Raises TextError where it holds a lone surrogate, as an argument that is not UTF-8 does."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise TextError(
+            f"{name}: not UTF-8 text: it holds {text[error.start]!a}, a lone surrogate, behind "
+            f"{text[max(0, error.start - 20) : error.start]!a}"
+        ) from None
+    return text
+
+
 def read_text(path: str | Path) -> str:
     """A file's text. Raises TextError, and OSError naming the file."""
     return decode(Path(path).read_bytes(), path)

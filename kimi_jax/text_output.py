@@ -177,7 +177,8 @@ class Screen:
     def _head(self) -> None:
         if self._part is None and len(self.readers) > 1:
             prompt = self.prompts[self.current]
-            self._write(f"── {self.current + 1}: {prompt.label}\n", "bold")
+            name = "" if prompt.id is None else f" ({prompt.id})"
+            self._write(f"── {self.current + 1}{name}: {prompt.label}\n", "bold")
         self._part = self._part or "head"
 
     def _show(self, piece: Piece) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kimi_jax.cli import BUNDLED_CHECKPOINT
-from kimi_jax.prompts import Prompt, PromptError, encode, read_prompts
+from kimi_jax.prompts import Prompt, PromptError, Wishes, encode, read_prompts
 from kimi_jax.tokenizer import Tokenizer, write_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -28,7 +28,7 @@ def test_lines_end_at_lf_or_crlf_alone_and_a_mark_is_no_text(tmp_path):
     strange = "Add\u2028612\x85and\x0b259\x0c.\u2029"
     text.write_bytes(f"\ufeff{strange}\r\nnext\n".encode())
     assert read_prompts(text) == [Prompt.of(strange), Prompt.of("next")]
-    rows = [json.dumps({"messages": Prompt.of(each).messages}, ensure_ascii=False) for each in (strange, "next")]
+    rows = [json.dumps({"prompt": each}, ensure_ascii=False) for each in (strange, "next")]
     chats.write_bytes(("\ufeff" + "\r\n".join(rows)).encode())
     assert read_prompts(chats) == [Prompt.of(strange), Prompt.of("next")]
 
@@ -56,6 +56,42 @@ def test_every_prompt_has_a_label(content, label):
         ("a.jsonl", b"[" * 100_000, r"a\.jsonl:1: not JSON"),
         ("a.jsonl", b"[]", r"a\.jsonl:1: expected \{\"messages\": .* with at least one message"),
         ("a.jsonl", b'"text"', r"a\.jsonl:1: expected \{\"messages\""),
+        ("a.jsonl", b'{"messages": [{}], "tool": []}', r"a\.jsonl:1: a row has no key 'tool'; did you mean 'tools'\?"),
+        (
+            "a.jsonl",
+            b'\n{"prompt": "x", "maxtokens": 5}',
+            r"a\.jsonl:2: a row has no key 'maxtokens'; did you mean 'max_",
+        ),
+        ("a.jsonl", b'{"prompt": "x", "Temperature": 5}', r"no key 'Temperature'; did you mean 'temperature'\?"),
+        (
+            "a.jsonl",
+            b'{"prompt": "x", "response_format": null}',
+            r"no key 'response_format'; there are messages, prompt",
+        ),
+        ("a.jsonl", b'{"prompt": "x", "n": 2}', r"a\.jsonl:1: n is 2; only 1 is possible here"),
+        ("a.jsonl", b'{"prompt": "x", "stream": 0}', r"stream is 0; only false is possible here"),
+        ("a.jsonl", b'{"prompt": "x", "messages": [{}]}', r"has both messages and prompt; keep one"),
+        ("a.jsonl", b'{"prompt": ["x"]}', r"every message is a JSON object"),
+        ("a.jsonl", b'{"prompt": 3}', r"expected \{\"messages\": .* or \{\"prompt\""),
+        (
+            "a.jsonl",
+            b'{"prompt": "x", "max_tokens": 5, "max_completion_tokens": 6}',
+            r"max_tokens and max_completion_tokens say",
+        ),
+        ("a.jsonl", b'{"prompt": "x", "max_tokens": 0}', r"the tokens to generate are 0; they must be positive"),
+        ("a.jsonl", b'{"prompt": "x", "max_tokens": 1.5}', r"max_new_tokens is 1\.5; it must be a whole number"),
+        ("a.jsonl", b'{"prompt": "x", "temperature": "hot"}', r"temperature is \"hot\"; it must be a number"),
+        ("a.jsonl", b'{"prompt": "x", "temperature": true}', r"temperature is true; it must be a number"),
+        ("a.jsonl", b'{"prompt": "x", "temperature": NaN}', r"a\.jsonl:1: NaN is no JSON number"),
+        ("a.jsonl", b'{"prompt": "x", "seed": "1"}', r"seed is \"1\"; it must be a whole number"),
+        (
+            "a.jsonl",
+            b'{"prompt": "x", "stop": ["a", ""]}',
+            r"stop is \[\"a\", \"\"\]; it is a text or a list of texts, none",
+        ),
+        ("a.jsonl", b'{"prompt": "x", "id": [1]}', r"id is \[1\]; it is a text or a whole number"),
+        ("a.jsonl", b'{"prompt": "x", "prompt": "y"}', r"a\.jsonl:1: the key 'prompt' stands twice in one object"),
+        ("a.jsonl", b'{"prompt": "x\\ud800"}', r"a\.jsonl:1: not UTF-8 text: it holds '\\ud800', a lone surrogate"),
         ("a.jsonl", b'["text"]', r"a\.jsonl:1: every message is a JSON object with role and content"),
         ("a.jsonl", b'{"messages": [{}], "tools": 5}', r"a\.jsonl:1: tools is a list of JSON objects"),
         ("a.jsonl", b'{"messages": [{}], "tools": ["add"]}', r"a\.jsonl:1: tools is a list of JSON objects"),
@@ -67,12 +103,49 @@ def test_what_is_no_prompt_is_named_with_its_line(tmp_path, name, content, messa
         read_prompts(tmp_path / name)
 
 
+def test_a_row_says_how_its_answer_is_drawn(tmp_path):
+    rows = [
+        {
+            "id": "a",
+            "prompt": "x",
+            "max_tokens": 5,
+            "temperature": 0,
+            "top_p": 0.5,
+            "top_k": 3,
+            "min_p": 0.1,
+            "seed": -1,
+        },
+        {"custom_id": 7, "messages": [{"role": "user", "content": "x"}], "stop": "END", "max_completion_tokens": 9},
+        {"prompt": "x", "id": None, "stop": ["a", "b"], "n": 1, "stream": False, "tool_choice": "auto", "seed": None},
+        {"prompt": [{"role": "user", "content": "x"}], "max_new_tokens": 2, "max_tokens": 2},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    first, second, third, fourth = read_prompts(tmp_path / "a.jsonl")
+    assert (first.id, first.plain, first.text) == ("a", True, "x")
+    assert first.wishes == Wishes(5, 0, 0.5, 3, 0.1, -1)
+    assert (second.id, second.plain, second.wishes) == (7, False, Wishes(9, stop=("END",)))
+    assert (third.id, third.wishes) == (None, Wishes(stop=("a", "b")))
+    assert (fourth.plain, fourth.text, fourth.wishes) == (False, "x", Wishes(2))
+
+
+def test_errors_of_a_conversation_name_its_row(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n{"messages": [{"role": "bot", "content": "x"}]}')
+    tokenizer = Tokenizer.from_directory(BUNDLED_CHECKPOINT)
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: messages\[0\] has role 'bot'"):
+        encode(read_prompts(tmp_path / "a.jsonl"), tokenizer, raw=False, thinking=False, system=None)
+    with pytest.raises(ValueError, match=r"prompt 2: not UTF-8 text: it holds '\\udcff'"):
+        encode([Prompt.of("x"), Prompt.of("x\udcff")], tokenizer, raw=False, thinking=False, system=None)
+    with pytest.raises(ValueError, match="prompt 1: is empty, and raw text needs something to continue"):
+        encode([Prompt.of("")], tokenizer, raw=True, thinking=False, system=None)
+
+
 @pytest.mark.parametrize(
     ("prompt", "system"),
     [
         (Prompt.of("x"), "Be brief."),
-        (Prompt(({"role": "user", "content": "x"},), (TOOL,)), None),
-        (Prompt(({"role": "user", "content": "x"},) * 2), None),
+        (Prompt(({"role": "user", "content": "x"},), (TOOL,), plain=True), None),
+        (Prompt(({"role": "user", "content": "x"},)), None),
+        (Prompt(({"role": "user", "content": [{"type": "text", "text": "x"}]},)), None),
     ],
 )
 def test_raw_text_takes_no_template(prompt, system):

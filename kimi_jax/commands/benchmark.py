@@ -31,7 +31,7 @@ from kimi_jax.cli import (
     open_engine,
     table_console,
 )
-from kimi_jax.prompts import Prompt, encode, read_prompts
+from kimi_jax.prompts import NO_WISHES, Prompt, encode, read_prompts
 from kimi_jax.text_files import write_text
 from meshes.devices import use_cpu_if_no_gpu
 from meshes.hardware import GPUS, gpu
@@ -89,6 +89,8 @@ def _speeds(options: SpeculationOptions, with_peers: bool) -> None:
         from kimi_jax.evaluation.speed import measure_speculation, row
 
         prompts = read_prompts(options.file) if options.file else [Prompt.of(text) for text in PROMPTS]
+        if wishing := [prompt.where for prompt in prompts if prompt.wishes != NO_WISHES]:
+            raise ValueError(f"{wishing[0]}: its own settings are for decode.py; a benchmark decodes all rows alike")
         ids = encode(prompts, opened.engine.tokenizer, raw=False, thinking=not options.instant, system=None)
         drafts = [PLAIN, Draft(), Draft("chain"), *(Draft("ddtree", budget) for budget in options.budgets)]
         steps = (len(drafts) + with_peers) * (options.repeats + 1)

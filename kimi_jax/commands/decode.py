@@ -10,7 +10,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -23,10 +23,13 @@ from kimi_jax.cli import (
     open_engine,
     table_console,
 )
-from kimi_jax.prompts import Prompt, encode, read_prompts
+from kimi_jax.prompts import Prompt, PromptError, encode, raw_texts, read_prompts
 from kimi_jax.text_files import read_standard_input, require_folder, require_writable
 from kimi_jax.text_output import Reader, Screen, as_json
 from meshes.devices import use_cpu_if_no_gpu
+
+if TYPE_CHECKING:
+    from kimi_jax.decoding.sampling import Sampling
 
 FORM = tyro.conf.create_mutex_group(required=False, title="prompt form")
 MODE = tyro.conf.create_mutex_group(required=False, title="thinking")
@@ -39,7 +42,8 @@ class Options(EngineOptions):
     prompts: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT ...")] = ()
     """Prompts, decoded as one batch. With none and no --file, standard input is one prompt."""
     file: Path | None = None
-    """Prompts from a file: one a line, or with the ending .jsonl one {"messages": […], "tools": […]} a line."""
+    """Prompts from a file: one a line, or with the ending .jsonl one {"messages": […], "tools": […]} or
+    {"prompt": "…"} a line, which may set id, max_tokens, temperature, top_p, top_k, min_p, seed and stop of its own."""
     chat: Annotated[bool, FORM, tyro.conf.FlagCreatePairsOff] = False
     """Wrap prompts in K2.6's chat template (the default)."""
     raw: Annotated[bool, FORM, tyro.conf.FlagCreatePairsOff] = False
@@ -118,6 +122,30 @@ def gather_prompts(options: Options) -> list[Prompt]:
     return prompts
 
 
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """How one prompt's answer is drawn."""
+
+    sampling: "Sampling"
+    seed: int
+    max_new_tokens: int
+
+
+def wanted_of(options: Options, prompt: Prompt) -> Wanted:
+    """What the prompt's row says, and the options where it says nothing. Raises PromptError naming the row."""
+    from kimi_jax.decoding.sampling import Sampling, check_seed
+
+    def of(name: str) -> Any:
+        own = getattr(prompt.wishes, name)
+        return getattr(options, name) if own is None else own
+
+    try:
+        sampling = Sampling(of("temperature"), of("top_k"), of("top_p"), of("min_p"))
+        return Wanted(sampling, check_seed(of("seed")), of("max_new_tokens"))
+    except ValueError as error:
+        raise PromptError(f"{prompt.where}: {error}" if prompt.where else str(error)) from None
+
+
 def explain_layout(options: Options, drafter: Path | None) -> None:
     """Prints the layout from the configurations alone."""
     use_cpu_if_no_gpu()
@@ -170,6 +198,9 @@ def main(options: Options) -> None:
             require_folder(folder)
         if options.save_placement is not None:
             require_writable(options.save_placement)
+        if options.raw:
+            raw_texts(prompts, options.system)  # refused now, not after the checkpoint has been read
+        wanted = [wanted_of(options, prompt) for prompt in prompts]
         opened = open_engine(options, status, drafter if kind != "none" else None)
         if options.rebalance_every is not None:
             opened = dataclasses.replace(opened, engine=opened.engine.rebalancing(options.rebalance_every))
@@ -181,30 +212,40 @@ def main(options: Options) -> None:
         from kimi_jax.decoding.engine import Draft
         from kimi_jax.decoding.generate import Limits
         from kimi_jax.decoding.report import Report
-        from kimi_jax.decoding.sampling import Sampling
+        from kimi_jax.decoding.requests import Request, generate_all
         from kimi_jax.parallel import processes
         from kimi_jax.parallel.eplb import save_placements
         from kimi_jax.profiling.live import Trace, dump_generation
 
         thinking = not options.instant
-        sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
-        limits = Limits(max_new_tokens=options.max_new_tokens)
+        sampling, longest = wanted[0].sampling, max(each.max_new_tokens for each in wanted)
+        limits = Limits(max_new_tokens=longest)
         draft = Draft(kind, options.budget, options.keep_chain, options.share_budget, options.synthetic_acceptance)
         ids = encode(prompts, engine.tokenizer, raw=options.raw, thinking=thinking, system=options.system,
                      preserve_thinking=options.preserve_thinking)  # fmt: skip
         readers = [
-            Reader(engine.tokenizer, engine.stop_ids, raw=options.raw, thinking=thinking, tools=prompt.tools)
+            Reader(
+                engine.tokenizer,
+                engine.stop_ids,
+                raw=options.raw,
+                thinking=thinking,
+                tools=prompt.tools,
+                stops=prompt.wishes.stop,
+            )
             for prompt in prompts
         ]
         screen, report = Screen(prompts, readers), Report(len(prompts))
+        requests = [
+            Request(row, each.sampling, each.seed, each.max_new_tokens) for row, each in zip(ids, wanted, strict=True)
+        ]
         trace = Trace(options.trace)
         with status.status("compiling") as spinner:
-            for progress in engine.generate(ids, limits, sampling, options.seed, draft):
+            for progress in generate_all(engine, requests, draft, lambda index: readers[index].finished):
                 spinner.stop()
                 trace.dispatched()
-                report.add(progress)
-                for reader, new, finished in zip(readers, progress.new_tokens, progress.finished, strict=True):
-                    reader.push(new, finished)
+                arrived = zip(readers, progress.new_tokens, progress.finished, strict=True)
+                kept = [reader.push(new, finished) for reader, new, finished in arrived]
+                report.add(dataclasses.replace(progress, new_tokens=kept))
                 if not options.json:
                     screen.update()
         if options.trace is not None:
@@ -214,9 +255,9 @@ def main(options: Options) -> None:
                 dump_generation(
                     engine, opened.machine, opened.gpu.name, engine.next_programs(sampling, draft, ids, limits),
                     options.xla_dump, requests=len(prompts), context=max(map(len, ids)),
-                    new_tokens=options.max_new_tokens,
+                    new_tokens=longest,
                 )  # fmt: skip
-        picks = engine.picks(draft, len(prompts), max(map(len, ids)) + options.max_new_tokens)
+        picks = engine.picks(draft, len(prompts), max(map(len, ids)) + longest)
         if options.verbose:
             status.print(f"{report.details()}; {', '.join(map(str, picks))}", style="dim", highlight=False)
             if kind != "none":
@@ -251,6 +292,7 @@ def main(options: Options) -> None:
 def result(prompt: Prompt, prompt_ids: list[int], reader: Reader) -> dict[str, Any]:
     """One prompt's entry in the JSON output."""
     return {
+        **({} if prompt.id is None else {"id": prompt.id}),
         "prompt": prompt.text,
         "prompt_tokens": len(prompt_ids),
         "thinking": reader.response.thinking,

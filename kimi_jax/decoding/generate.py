@@ -49,11 +49,20 @@ class Limits:
     """Rounds the device runs before the host looks; the first dispatch runs one, so that text starts early."""
     least_capacity: int = 1
     """Cached positions to provide for each request at least: batches that give the same share compiled programs."""
+    each: tuple[int, ...] | None = None
+    """New tokens of each prompt at most, where they differ; none exceeds max_new_tokens."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 1:
-                raise ValueError(f"{field.name} is {getattr(self, field.name)}; it must be positive")
+            value = getattr(self, field.name)
+            if value is not None and np.min(value) < 1:
+                raise ValueError(f"{field.name} is {value}; it must be positive")
+        if self.each is not None and max(self.each) > self.max_new_tokens:
+            raise ValueError(f"a prompt may have {max(self.each)} new tokens and all at most {self.max_new_tokens}")
+
+    def of_each(self, prompts: int) -> list[int]:
+        """New tokens of each of so many prompts at most. Raises ValueError where `each` has another number of them."""
+        return one_each("limits", self.max_new_tokens if self.each is None else self.each, prompts)
 
 
 def generate(
@@ -143,7 +152,8 @@ def prefill(
     """
     config = programs.model.config
     prompts = token_rows(prompts)
-    check_prompts(prompts, config.vocab_size, config.max_position_embeddings, limits.max_new_tokens)
+    most = limits.of_each(len(prompts))
+    check_prompts(prompts, config.vocab_size, config.max_position_embeddings, most)
     multiple = programs.request_multiple
     requests = -(-len(prompts) // multiple) * multiple
     longest = max(map(len, prompts))
@@ -158,9 +168,8 @@ def prefill(
     def place(values: np.ndarray) -> Array:
         return host_arrays.place(values, programs.mesh, REQUESTS)
 
-    budgets = [limits.max_new_tokens if prompt else 0 for prompt in padded]
     keys = request_keys([*seeds, *[0] * empty], [*numbers, *[0] * empty])
-    state = start(programs, keys, budgets, longest, limits)
+    state = start(programs, keys, [*most, *[0] * empty], longest, limits)
     for first in range(0, longest, chunk):
         tokens = np.zeros((requests, chunk), np.int32)
         counts = np.zeros(requests, np.int32)
@@ -202,18 +211,20 @@ def one_each(what: str, value: int | Sequence[int], prompts: int) -> list[int]:
     return values
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, positions: int, max_new_tokens: int) -> None:
+def check_prompts(
+    prompts: Sequence[Sequence[int]], vocab_size: int, positions: int, max_new_tokens: Sequence[int]
+) -> None:
     """Refuses what would index outside the embedding or the positions. Raises ValueError naming the prompt."""
     if not prompts:
         raise ValueError("there is no prompt")
-    for index, prompt in enumerate(prompts, 1):
+    for index, (prompt, most) in enumerate(zip(prompts, max_new_tokens, strict=True), 1):
         if not prompt:
             raise ValueError(f"prompt {index} is empty")
         if max(prompt) >= vocab_size or min(prompt) < 0:
             raise ValueError(f"prompt {index} has an id outside 0..{vocab_size - 1}; does the tokenizer fit the model?")
-        if len(prompt) + max_new_tokens > positions:
+        if len(prompt) + most > positions:
             raise ValueError(
-                f"prompt {index} has {len(prompt)} tokens; with {max_new_tokens} new ones it exceeds the model's "
+                f"prompt {index} has {len(prompt)} tokens; with {most} new ones it exceeds the model's "
                 f"{positions} positions"
             )
 

@@ -1,0 +1,61 @@
+"""Requests with limits, seeds and sampling of their own get the text that they get alone."""
+
+import pytest
+
+from kimi_jax.decoding.generate import Limits
+from kimi_jax.decoding.report import Report
+from kimi_jax.decoding.requests import Request, generate_all
+from kimi_jax.decoding.sampling import Sampling
+
+WARM = Sampling(temperature=1.0)
+REQUESTS = [
+    Request([5, 6, 7], Sampling(), 0, 6),
+    Request([8, 9], WARM, 1, 3),
+    Request([5, 6, 7], Sampling(), 0, 2),
+    Request([8, 9], WARM, 2, 5),
+]
+
+
+def texts(steps, count):
+    ids = [[] for _ in range(count)]
+    step = None
+    for step in steps:
+        for text, new in zip(ids, step.new_tokens, strict=True):
+            text += new
+    assert step is not None
+    return ids, step
+
+
+def test_requests_get_their_own_texts_in_their_places(engines):
+    engine = engines("local")
+    report, together = Report(len(REQUESTS)), []
+    for step in generate_all(engine, REQUESTS):
+        report.add(step)
+        together.append(step)
+    ids, last = texts(together, len(REQUESTS))
+    for request, text in zip(REQUESTS, ids, strict=True):
+        alone = engine.generate([request.ids], Limits(request.max_new_tokens), request.sampling, request.seed)
+        assert text == texts(alone, 1)[0][0]
+    assert [len(text) for text in ids] == [6, 3, 2, 5]
+    assert last.finished == [True] * 4
+    assert last.snapshot.counts.tolist() == [6, 3, 2, 5]
+    assert report.tokens == 16
+    seconds = [step.seconds for step in together]
+    assert seconds == sorted(seconds)
+
+
+def test_a_batch_whose_texts_the_host_has_ended_stops(engines):
+    engine = engines("local")
+    steps = list(generate_all(engine, REQUESTS[:1] + REQUESTS[1:2], ended=lambda index: index == 0))
+    ids, _ = texts(steps, 2)
+    assert len(ids[0]) == 2  # the first dispatch brings prefill's token and one round's
+    assert len(ids[1]) == 3
+
+
+def test_limits_that_do_not_fit_are_refused(engines):
+    with pytest.raises(ValueError, match=r"there are 2 limits for 1 prompts"):
+        next(engines("local").generate([[5]], Limits(3, each=(3, 2)), Sampling()))
+    with pytest.raises(ValueError, match=r"each is \(0, 1\); it must be positive"):
+        Limits(3, each=(0, 1))
+    with pytest.raises(ValueError, match="a prompt may have 4 new tokens and all at most 3"):
+        Limits(3, each=(4, 1))
