@@ -7,6 +7,7 @@ encoded text, never from one rendered string, so text from a user or a tool cann
 
 from __future__ import annotations
 
+import difflib
 import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ _ROLE_TOKENS = {
     "assistant": "<|im_assistant|>",
     "tool": "<|im_system|>",
 }
+_MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
 _THINK, _END_THINK = "<think>", "</think>"
 _SECTION_BEGIN, _SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _CALL_BEGIN, _CALL_ARGUMENTS, _CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
@@ -291,12 +293,22 @@ def _json(arguments: Mapping[str, Any], where: str) -> str:
         raise MessageError(f"{where} calls a tool with arguments that have no JSON form: {error}") from None
 
 
+def suggestion(key: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown key: the known one that looks like it, or all of them."""
+    near = difflib.get_close_matches(key.lower(), known, 1)
+    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+
+
 def _check_message(message: Message, where: str):
     if not isinstance(message, Mapping):
         raise MessageError(f"{where} is {type(message).__name__}, not an object with 'role' and 'content'")
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLE_TOKENS:
         raise MessageError(f"{where} has role {role!r}; use system, user, assistant or tool")
+    for key, value in message.items():
+        # Messages that come from a service hold keys without a value, such as "refusal": null.
+        if key not in _MESSAGE_KEYS and value not in (None, False, "", [], {}):
+            raise MessageError(f"{where} has no use for the key {key!r}{suggestion(str(key), _MESSAGE_KEYS)}")
     if not isinstance(message.get("name") or "", str):
         raise MessageError(f"{where} has name {message['name']!r}, not a string")
     calls = message.get("tool_calls")

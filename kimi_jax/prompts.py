@@ -1,13 +1,12 @@
 """Prompts as users give them: text or conversations, from arguments or files, to token ids."""
 
 import dataclasses
-import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kimi_jax.chat import MessageError, render
+from kimi_jax.chat import MessageError, render, suggestion
 from kimi_jax.text_files import lines_of, read_text, require_utf8
 from kimi_jax.tokenizer import Tokenizer
 
@@ -122,12 +121,6 @@ def _from_json(line: str, where: str) -> Prompt:
     if not isinstance(name, str | int | None) or isinstance(name, bool):
         raise PromptError(f"{where}: id is {json.dumps(name)}; it is a text or a whole number")
     return Prompt(messages, tuple(tools), name, _wishes(row, where), plain, where)
-
-
-def suggestion(key: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown key: the known one that looks like it, or all of them."""
-    near = difflib.get_close_matches(key.lower(), known, 1)
-    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
 
 
 def _messages(row: Mapping[str, Any], where: str) -> tuple[tuple[dict[str, Any], ...], bool]:

@@ -71,6 +71,10 @@ def test_text_from_outside_never_becomes_a_control_token(tokenizer):
     assert tokenizer.decode(render(messages, tokenizer, tools=tools)).count(bad) == 10
 
 
+def test_keys_without_a_value_are_those_of_a_service(tokenizer):
+    assert render([USER | {"refusal": None, "annotations": []}], tokenizer) == render([USER], tokenizer)
+
+
 def test_reasoning_is_read_under_both_names(tokenizer):
     both = {"reasoning": "why", "reasoning_content": "why"}
     ids = [
@@ -104,6 +108,8 @@ def test_reasoning_is_read_under_both_names(tokenizer):
             r"messages\[0\]\.content\[1\] is of type 'image_url'; only the text model",
         ),
         ([USER | {"name": 5}], r"name 5, not a string"),
+        ([USER | {"tool_call": [CALL]}], r"no use for the key 'tool_call'; did you mean 'tool_calls'\?"),
+        ([USER | {"partial": True}], r"no use for the key 'partial'; there are role, content"),
         ([{"role": "tool", "content": "x"}], r"\(tool\) has no tool_call_id"),
         ([USER | {"tool_calls": [CALL]}], r"only an assistant calls tools"),
         ([{"role": "assistant", "tool_calls": CALL}], r"tool_calls is dict, not a list"),
