@@ -31,7 +31,7 @@ from kimi_jax.parallel.processes import ProcessOptions
 from kimi_jax.standard_output import harmless
 from kimi_jax.tables import table_console as table_console  # the commands take it from here
 from meshes.devices import build_mesh, select_devices, use_cpu_if_no_gpu, visible_gpu_count
-from meshes.hardware import GPU, GPUS
+from meshes.hardware import GPU, GPUS, card_of
 from meshes.presets import Layout, Preset, preset
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class MeshOptions:
     """Type of activations and dense weights; auto is bfloat16 on GPUs and float32 on simulated meshes."""
     experts: Literal["slots", "width"] = "slots"
     """Whole experts over ep and tp, or over ep only with each one's width split over tp."""
-    exchange: Literal["auto", "allgather", "alltoall", "tensor", "ragged"] = "auto"
+    exchange: Literal["auto", "allgather", "alltoall", "ragged"] = "auto"
     """How rows reach experts on other ep ranks; auto takes buffers where they halve what travels, by the rows of a
     step. ragged is for GPUs, and has known problems (docs/parallel.md)."""
     cache: Literal["copied", "split"] = "copied"
@@ -79,9 +79,9 @@ class MeshOptions:
 
     def preset(self) -> Preset:
         """The preset with the overrides applied. Raises LayoutError naming what works."""
-        machine = preset(self.mesh).with_axes(dp=self.dp, ep=self.ep, tp=self.tp)
-        layout = dataclasses.replace(machine.layout, experts=self.experts, exchange=self.exchange, cache=self.cache)
-        return machine.with_layout(layout)
+        return preset(self.mesh).with_options(
+            dp=self.dp, ep=self.ep, tp=self.tp, experts=self.experts, exchange=self.exchange, cache=self.cache
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,8 +166,7 @@ def open_engine(options: EngineOptions, console: Console, drafter: Path | None =
             placement=options.placement,
             workers=options.workers,
         )
-    kind = devices.devices[0].device_kind
-    gpu = next((GPUS[name] for name in machine.gpu_names if kind.startswith(GPUS[name].device_kind)), None)
+    gpu = card_of(devices.devices[0].device_kind, machine.gpu_names)
     if mesh.size == 1 and devices.simulated and name == "float32":
         engine = engine.for_cpu()
     gpu = gpu or GPUS[machine.gpu_names[0]]
@@ -203,7 +202,7 @@ def check_configurations(checkpoint: Path, layout: Layout, drafter: Path | None 
     if config is not None:
         if drafter is not None and drafter_config is not None:
             drafter_config.check(config, drafter)
-        from kimi_jax.parallel import layout_rules  # imports jax
+        from kimi_jax.ledger import layout_rules  # imports jax
 
         layout_rules.check(config, layout, drafter_config)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from kimi_jax.parallel.processes import launched
 from meshes.devices import visible_gpu_count
 from meshes.environment import settings
-from meshes.hardware import GPUS
+from meshes.hardware import GPUS, card_of
 from meshes.presets import PRESETS, Preset
 
 if TYPE_CHECKING:
@@ -216,14 +216,10 @@ def _gpus(facts: Facts) -> list[Finding]:
         found.append(
             Finding("note", f"{why}: meshes are simulated on the CPU, in float32", "nothing, for a first look")
         )
-    unknown = {kind for kind in facts.gpu_kinds if not _known(kind)}
+    unknown = {kind for kind in facts.gpu_kinds if card_of(kind) is None}
     for kind in sorted(unknown):
         found.append(Finding("note", f"{kind} is no GPU of a preset", "meshes/hardware.py lists them; --mesh local"))
     return found
-
-
-def _known(kind: str) -> str | None:
-    return next((name for name, gpu in GPUS.items() if kind.startswith(gpu.device_kind)), None)
 
 
 def _environment(facts: Facts) -> list[Finding]:
@@ -261,7 +257,7 @@ def _node(facts: Facts, machine: Preset) -> list[Finding]:
     """What a node with GPUs lacks for its part of a machine."""
     found, topology = [], machine.topology
     wanted = [GPUS[name].device_kind for name in machine.gpu_names]
-    if wrong := sorted({kind for kind in facts.gpu_kinds if not kind.startswith(tuple(wanted))}):
+    if wrong := sorted({kind for kind in facts.gpu_kinds if card_of(kind, machine.gpu_names) is None}):
         found.append(
             _fault(f"{machine.name} is made of {', '.join(wanted)}; here are {', '.join(wrong)}", "--mesh local")
         )
@@ -320,15 +316,13 @@ class Fit:
 
 def fits(facts: Facts, machines: Mapping[str, Preset] = PRESETS) -> list[Fit]:
     """Every machine against this one."""
-    from kimi_jax.config import ModelConfig
-    from kimi_jax.decoding.engine import model_for
-    from kimi_jax.parallel.explain import held_weights
+    from kimi_jax.ledger.models import k26
+    from kimi_jax.ledger.step import Step, ledger
 
-    config = ModelConfig.from_json(Path(__file__).parent / "assets" / "k26_config.json")
     found = []
     for name, machine in machines.items():
-        held = held_weights(model_for(config, machine.layout), machine.layout, "bfloat16")
-        size = sum(part.device_bytes for part in held)
+        needs = ledger(Step(k26(), machine.layout, requests=1, rows=1, context=1))
+        size = round(sum(need.weights for need in needs.values()))
         found.append(Fit(name, str(machine.layout), size, _runs(facts, machine, size)))
     return found
 
@@ -336,8 +330,7 @@ def fits(facts: Facts, machines: Mapping[str, Preset] = PRESETS) -> list[Fit]:
 def _runs(facts: Facts, machine: Preset, weight_bytes: int) -> str:
     if not facts.gpu_kinds:
         return "simulated, for the bundled model"
-    names = {_known(kind) for kind in facts.gpu_kinds}
-    if not names <= set(machine.gpu_names):
+    if not all(card_of(kind, machine.gpu_names) for kind in facts.gpu_kinds):
         return f"made of {', '.join(machine.gpu_names)}"
     needed = machine.layout.num_devices
     if needed > len(facts.gpu_kinds):
@@ -356,11 +349,11 @@ def operations(
     import jax
     import numpy as np
 
-    from kimi_jax.config import ModelConfig
     from kimi_jax.decoding.engine import model_for
     from kimi_jax.decoding.kernels import picks
+    from kimi_jax.ledger.models import k26
 
-    config = ModelConfig.from_json(Path(__file__).parent / "assets" / "k26_config.json")
+    config = k26()
     device = jax.local_devices()[0]
     mesh = jax.sharding.Mesh(np.array([device]), ("device",))
     return picks(

@@ -11,7 +11,6 @@ from meshes.presets import (
     expert_slots,
     preset,
 )
-from meshes.rules import check_layout
 from meshes.targets import TARGETS, target, topology_devices
 from meshes.topology import AxisSpan, Topology, axis_span
 
@@ -31,7 +30,6 @@ __all__ = [
     "Topology",
     "axis_span",
     "build_mesh",
-    "check_layout",
     "expert_slots",
     "gpu",
     "preset",

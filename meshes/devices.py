@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshes.hardware import GPUS
+from meshes.hardware import GPUS, card_of
 from meshes.presets import AXES, Preset
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def select_devices(preset: Preset, *, simulated: bool | None = None, num_process
     except RuntimeError as error:
         raise DeviceError(f"{preset.name} needs {needed} GPUs and jax finds none: {error}") from error
     kind = found[0].device_kind
-    if not any(kind.startswith(GPUS[name].device_kind) for name in preset.gpu_names):
+    if card_of(kind, preset.gpu_names) is None:
         wanted = ", ".join(GPUS[name].device_kind for name in preset.gpu_names)
         raise DeviceError(f"{preset.name} is made of {wanted}; this machine has {len(found)} × {kind}")
     if len(found) < needed:

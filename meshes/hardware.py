@@ -1,5 +1,6 @@
 """GPUs and links as plain facts. Bandwidths are one way and per GPU; bytes are bytes, GB is 1e9."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 # Sources, named in the facts below.
@@ -215,6 +216,11 @@ GPUS: dict[str, GPU] = {
         ),
     )
 }
+
+
+def card_of(device_kind: str, names: Iterable[str] = GPUS) -> GPU | None:
+    """The GPU that jax calls `device_kind`, of those with these names; None for any other."""
+    return next((GPUS[name] for name in names if device_kind.startswith(GPUS[name].device_kind)), None)
 
 
 def gpu(name: str) -> GPU:

@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from meshes.topology import AxisSpan, Topology, axis_span
 
@@ -26,7 +26,7 @@ class Layout:
 
     experts: `slots` puts whole experts on ("ep", "tp"); `width` puts them on "ep" and splits each one's width on "tp".
     exchange: the name of the backend that carries rows to experts and back. `auto` takes `allgather` or `alltoall` by
-      the ranks and slots of the layout and the rows of a step (`kimi_jax/parallel/exchange_choice.py`).
+      the ranks and slots of the layout and the rows of a step (`kimi_jax/parallel/exchange/choice.py`).
     cache: `copied` puts a request's latent cache on all its tp ranks, `split` gives each a part of the positions.
     """
 
@@ -60,6 +60,20 @@ class Layout:
     def batch_axes(self) -> tuple[str, ...]:
         """Axes that split batch rows."""
         return ("dp", "ep")
+
+    @property
+    def groups(self) -> int:
+        """Groups of tp ranks that have requests of their own."""
+        return self.dp * self.ep
+
+    def group_requests(self, requests: int) -> int:
+        """Requests of the fullest group, of so many in the whole machine; a compiled batch has as many in each."""
+        return -(-requests // self.groups)
+
+    @property
+    def cache_ranks(self) -> int:
+        """Ranks that share a request's cached positions; 1 where each has all of them."""
+        return self.tp if self.cache == "split" else 1
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
@@ -106,6 +120,18 @@ class Preset:
                 f"the product of the axes may be at most {self.topology.num_gpus}"
             )
         return replace(self, layout=layout)
+
+    def with_options(
+        self, *, dp: int | None = None, ep: int | None = None, tp: int | None = None, **fields: str | None
+    ) -> "Preset":
+        """Override axes as `with_axes` does, and other fields of the layout by name; None keeps the preset's.
+
+        Raises:
+            LayoutError: as `with_axes`, or a value that a field does not take.
+        """
+        machine = self.with_axes(dp, ep, tp)
+        chosen: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
+        return machine.with_layout(replace(machine.layout, **chosen))
 
     def with_axes(self, dp: int | None = None, ep: int | None = None, tp: int | None = None) -> "Preset":
         """Override axis sizes; axes left at None keep the preset's.

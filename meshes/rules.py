@@ -1,7 +1,7 @@
 """What a layout may cut, as data: dimensions that axes must divide, and those that are padded until they do."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from meshes.presets import Layout, LayoutError
@@ -28,55 +28,6 @@ class Dimension:
     def fits(self, layout: Layout) -> bool:
         """Whether the layout is allowed to cut it."""
         return self.padded or self.size % self.ranks(layout) == 0
-
-
-def model_dimensions(
-    layout: Layout,
-    *,
-    num_heads: int,
-    widths: Mapping[str, int],
-    vocab_size: int,
-    expert_width: int,
-    group_size: int,
-    num_experts: int | None = None,
-) -> list[Dimension]:
-    """What a layout cuts of a model's weights. All sizes are plain numbers.
-
-    widths: names and sizes of the dense dimensions that are split on tp (shared expert, dense layers).
-    expert_width: the routed experts' inner size, cut on tp only when `layout.experts` is `width`, and then only
-    between quantisation groups of `group_size`.
-    num_experts: routed experts of a layer; their slots are padded, so they never refuse a layout.
-    """
-    sizes = {"attention heads": num_heads, "vocabulary": vocab_size, **widths}
-    if layout.experts == "width":
-        sizes[f"expert width in groups of {group_size}"] = expert_width // group_size
-    cut = [Dimension(name, size, ("tp",)) for name, size in sizes.items()]
-    if num_experts is None:
-        return cut
-    return [*cut, Dimension("routed experts", num_experts, layout.expert_axes, padded=True)]
-
-
-def check_layout(
-    layout: Layout,
-    *,
-    num_heads: int,
-    widths: Mapping[str, int],
-    vocab_size: int,
-    expert_width: int,
-    group_size: int,
-) -> None:
-    """Refuse a layout that would cut a weight of the model unevenly; arguments as for `model_dimensions`.
-
-    Raises:
-        LayoutError: as `check_dimensions`.
-    """
-    check_dimensions(
-        layout,
-        model_dimensions(
-            layout, num_heads=num_heads, widths=widths, vocab_size=vocab_size, expert_width=expert_width,
-            group_size=group_size,
-        ),
-    )  # fmt: skip
 
 
 def check_dimensions(layout: Layout, dimensions: Sequence[Dimension]) -> None:

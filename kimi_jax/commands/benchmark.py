@@ -34,7 +34,7 @@ from kimi_jax.cli import (
 from kimi_jax.prompts import NO_WISHES, Prompt, encode, read_prompts
 from kimi_jax.text_files import write_text
 from meshes.devices import use_cpu_if_no_gpu
-from meshes.hardware import GPUS, gpu
+from meshes.hardware import card_of, gpu
 
 PROMPTS = (
     "Add 612 and 259.",
@@ -221,7 +221,7 @@ def kernels(options: KernelOptions) -> None:
                 results = benchmark.rehearse(gpu(options.interpret), operations, line.update)
             elif has_gpu:
                 where, results = jax.devices()[0].device_kind, []
-                card = next((card for card in GPUS.values() if where.startswith(card.device_kind)), None)
+                card = card_of(where)
                 copy_rate = benchmark.copy_bytes_per_s(options.repeats)
                 for operation in operations:
                     for name in benchmark.shapes_of(operation, options.shapes):

@@ -152,29 +152,30 @@ def explain_layout(options: Options, drafter: Path | None) -> None:
     from kimi_jax.config import ModelConfig
     from kimi_jax.decoding.engine import model_for, placements_of
     from kimi_jax.drafter.config import DrafterConfig
-    from kimi_jax.drafter.dflash import DFlash
-    from kimi_jax.parallel import layout_rules
-    from kimi_jax.parallel.explain import explain
+    from kimi_jax.ledger import layout_rules
+    from kimi_jax.ledger.explain import explain
+    from kimi_jax.ledger.step import Step
 
     machine = options.preset()
     config = ModelConfig.from_json(options.checkpoint)
     placements = placements_of(options.checkpoint, config, machine.layout, options.placement)
     model = model_for(config, machine.layout, placements)
-    module = None
-    if drafter is not None:
-        drafter_config = DrafterConfig.from_json(drafter)
-        layout_rules.check(config, machine.layout, drafter_config)
-        module = DFlash(drafter_config, machine.layout.tp)
-    tables = explain(
-        machine,
-        model,
-        module,
-        dtype="float32" if options.dtype == "float32" else "bfloat16",
+    budget = 16 if options.budget == "auto" else options.budget
+    drafter_config = None if drafter is None or not budget else DrafterConfig.from_json(drafter)
+    layout_rules.check(config, machine.layout, drafter_config)
+    step = Step(
+        config,
+        machine.layout,
         requests=max(1, len(options.prompts)),
+        rows=1 if drafter_config is None else 1 + budget,
         context=options.explain_context,
-        rows=1 + (0 if module is None else 16 if options.budget == "auto" else options.budget),
+        drafter=drafter_config,
+        program="decode",
+        slots=model.placement.num_slots,
+        dtype="float32" if options.dtype == "float32" else "bfloat16",
         greedy=options.temperature == 0,
     )
+    tables = explain(machine, step, model.placement)
     table_console().print(tables)
 
 

@@ -49,7 +49,7 @@ def main(options: Options) -> None:
     with errors_in_one_line(Console(stderr=True)):
         machine = None
         if options.mesh is not None:
-            machine = preset(options.mesh).with_axes(dp=options.dp, ep=options.ep, tp=options.tp)
+            machine = preset(options.mesh).with_options(dp=options.dp, ep=options.ep, tp=options.tp)
         if options.exports:
             if machine is None:
                 raise ValueError("--exports needs --mesh NAME: settings differ between machines")

@@ -22,10 +22,10 @@ from rich.console import Console
 from kimi_jax.cli import errors_in_one_line, quiet_compiler, stages
 from kimi_jax.estimator import pictures, report, search, step
 from kimi_jax.estimator.explain import explain
-from kimi_jax.estimator.model import k26
 from kimi_jax.estimator.options import Load, Place
 from kimi_jax.estimator.study import document, original
 from kimi_jax.estimator.study import tables as study_tables
+from kimi_jax.ledger.models import k26, kimi_drafter
 from kimi_jax.tables import show
 from kimi_jax.text_files import write_text
 from meshes import Preset, gpu, preset
@@ -67,7 +67,8 @@ def run_sweep(options: SweepOptions) -> None:
     """Go over machines, concurrency, budget and context."""
     results = []
     for name in options.meshes or (options.mesh,):
-        machine = preset(name) if options.best_layout else dataclasses.replace(options, mesh=name).machine()
+        placed = preset(name).with_options(cache=options.cache)
+        machine = placed if options.best_layout else dataclasses.replace(options, mesh=name).machine()
         for context in options.contexts:
             for load in options.concurrencies:
                 at = dataclasses.replace(options, context=context, concurrency=load)
@@ -95,7 +96,7 @@ class RecommendOptions(Place):
 
 def run_recommend(options: RecommendOptions) -> None:
     """The best layout for a goal, the runner-up and why. Axes and other layout options that are given stay fixed."""
-    machine = preset(options.mesh)
+    machine = preset(options.mesh).with_options(cache=options.cache)
     found = search.recommend(
         machine,
         options.scenario(machine, options.gpu),
@@ -154,9 +155,9 @@ def run_compare(options: CompareOptions) -> None:
     shown: list[Any] = []
     data: dict[str, Any] = {}
     for size in options.gpus:
-        rack = search.machine_of("nvl", size)
+        rack = search.machine_of("nvl", size).with_options(cache=options.cache)
         for hgx_size in (32, 40) if size == 36 else (size,):
-            node = search.machine_of("hgx", hgx_size)
+            node = search.machine_of("hgx", hgx_size).with_options(cache=options.cache)
             rows = search.compare(
                 (node, options.scenario(node, options.hgx_gpu)),
                 (rack, options.scenario(rack, options.nvl_gpu)),
@@ -207,11 +208,10 @@ class CheckOptions:
     """Ranks that split heads and widths."""
     experts: Literal["slots", "width"] = "slots"
     """Whole experts over ep and tp, or experts over ep and their width over tp."""
-    exchange: Literal["allgather", "alltoall"] = "allgather"
-    """How rows reach experts and come back. The estimate of alltoall is for kernels that send only what is due, so its
-    bytes are not those of the compiled buffers."""
-    split_cache: bool = False
-    """Split the latent cache along the sequence over tp instead of repeating it on every tp rank."""
+    exchange: Literal["auto", "allgather", "alltoall", "ragged"] = "auto"
+    """How rows reach experts and come back. Buffers are counted as they travel, not as the estimate prices them."""
+    cache: Literal["copied", "split"] = "copied"
+    """Latent cache whole on every tp rank, or split over them by position: for long contexts."""
     concurrency: int = 64
     """Requests in flight in the whole system."""
     context: int = 8192
@@ -225,19 +225,17 @@ class CheckOptions:
 
     def machine(self) -> Preset:
         """The preset with the layout options applied."""
-        machine = preset(self.mesh).with_axes(dp=self.dp, ep=self.ep, tp=self.tp)
-        cache = "split" if self.split_cache else "copied"
-        return machine.with_layout(
-            dataclasses.replace(machine.layout, experts=self.experts, exchange=self.exchange, cache=cache)
+        return preset(self.mesh).with_options(
+            dp=self.dp, ep=self.ep, tp=self.tp, experts=self.experts, exchange=self.exchange, cache=self.cache
         )
 
 
 def run_check(options: CheckOptions) -> None:
-    """Hold the estimator's bytes and messages against a compiled round; fails where a part is more than 5 % apart."""
+    """Hold the ledger's bytes and messages against a compiled round; fails where a part is more than 5 % apart."""
     quiet_compiler()
     use_cpu_if_no_gpu()
     from kimi_jax.profiling import check
-    from kimi_jax.profiling.case import Case, kimi_drafter, with_layers
+    from kimi_jax.profiling.case import Case, with_layers
     from kimi_jax.profiling.compile import compile_program
     from kimi_jax.profiling.report import make_report
 
@@ -247,16 +245,15 @@ def run_check(options: CheckOptions) -> None:
         config, machine, options.gpu or machine.gpu_names[0], requests=options.concurrency, context=options.context,
         budget=options.budget, drafter=drafter if options.budget else None,
     )  # fmt: skip
-    check.scenario_of(case)  # refuses what the estimator cannot say before the compile
     with stages(Console(stderr=True, quiet=options.json)) as stage:
         pairs = check.compare(make_report(compile_program(case, stage=stage)))
     wrong = check.apart(pairs)
     title = f"{options.layers} layers of a round on {machine.name} ({search.describe(machine.layout)}), {case.gpu}"
-    verdict = "Estimator and compiler agree." if not wrong else ""
+    verdict = "Ledger and compiler agree." if not wrong else ""
     _show(options.json, lambda: check.data(pairs), check.show(pairs, title), verdict)
     if wrong:
         parts = ", ".join(dict.fromkeys(pair.part for pair in wrong))
-        raise ValueError(f"estimator and compiler are more than {check.TOLERANCE:.0%} apart in: {parts}")
+        raise ValueError(f"ledger and compiler are more than {check.TOLERANCE:.0%} apart in: {parts}")
 
 
 def run_original(json: bool = False, wide: bool = False) -> None:

@@ -288,7 +288,7 @@ class CompareOptions(EngineOptions):
     """Its type of activations and dense weights."""
     other_experts: Literal["slots", "width"] | None = None
     """How its experts are split."""
-    other_exchange: Literal["auto", "allgather", "alltoall", "tensor", "ragged"] | None = None
+    other_exchange: Literal["auto", "allgather", "alltoall", "ragged"] | None = None
     """How its rows reach experts."""
     other_cache: Literal["copied", "split"] | None = None
     """How its latent cache lies."""

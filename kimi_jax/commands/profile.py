@@ -30,7 +30,7 @@ from kimi_jax.cli import (
 )
 from kimi_jax.config import ModelConfig
 from kimi_jax.drafter.config import DrafterConfig
-from kimi_jax.estimator.model import k26
+from kimi_jax.ledger.models import k26, kimi_drafter
 from kimi_jax.parallel.processes import ProcessOptions
 from kimi_jax.text_files import require_folder, require_writable
 from meshes.devices import use_cpu_if_no_gpu
@@ -60,7 +60,7 @@ class Options:
     """Ranks that split heads and widths; by default the preset's."""
     experts: Literal["slots", "width"] = "slots"
     """Whole experts on ep × tp, or each one's width on tp."""
-    exchange: Literal["auto", "allgather", "alltoall", "tensor", "ragged"] = "auto"
+    exchange: Literal["auto", "allgather", "alltoall", "ragged"] = "auto"
     """How rows reach experts on other ep ranks; auto takes buffers (alltoall) where they halve what travels, by the
     rows of a step. They are counted as where they hold all rows, without the exact path of a step that overflows."""
     cache: Literal["copied", "split"] = "copied"
@@ -102,9 +102,9 @@ class Options:
     def preset(self) -> Preset:
         """The machine with the layout options applied."""
         name = self.mesh or ("nvl72" if self.gpu else "local")
-        machine = preset(name).with_axes(dp=self.dp, ep=self.ep, tp=self.tp)
-        layout = dataclasses.replace(machine.layout, experts=self.experts, exchange=self.exchange, cache=self.cache)
-        return machine.with_layout(layout)
+        return preset(name).with_options(
+            dp=self.dp, ep=self.ep, tp=self.tp, experts=self.experts, exchange=self.exchange, cache=self.cache
+        )
 
 
 def main(options: Options) -> None:
@@ -143,7 +143,7 @@ def compile_absent(options: Options, gpu: str, status: Console) -> "Report":
     compilation_cache.switch(False)  # the report is on what the compiler says
     use_cpu_if_no_gpu()  # before jax starts: its CUDA plugin then registers without a driver, to compile only
 
-    from kimi_jax.profiling.case import Case, kimi_drafter, with_layers
+    from kimi_jax.profiling.case import Case, with_layers
     from kimi_jax.profiling.compile import compile_program
     from kimi_jax.profiling.dump import write_index
     from kimi_jax.profiling.report import make_report

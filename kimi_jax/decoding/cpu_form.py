@@ -9,6 +9,7 @@ they stand for GPUs.
 """
 
 import functools
+import math
 from typing import Any, cast
 
 import jax
@@ -20,9 +21,10 @@ from kimi_jax.config import ModelConfig
 from kimi_jax.model.attention import LatentAttention
 from kimi_jax.model.cache import Latents
 from kimi_jax.model.layers import GatedMLP, Linear
-from kimi_jax.model.moe import MixtureOfExperts
+from kimi_jax.model.moe import Experts, MixtureOfExperts
 from kimi_jax.model.transformer import DecoderLayer
 from kimi_jax.parameters import Parameters, Path, weight
+from kimi_jax.quantization import Int4Weight
 from pallas_kernels.int4_moe.reference import UNPACKED_WEIGHTS, unpack_inputs, unpack_outputs, unpacked_moe
 from pallas_kernels.tree_attention import tree_attention
 
@@ -152,5 +154,7 @@ def _attention_weights(config: ModelConfig) -> int:
 
 def _expert_weights(mixture: MixtureOfExperts) -> int:
     """Weights of the stack, by which the reference too decides whether to unpack it whole."""
-    config = mixture.gate.config
-    return mixture.experts.num_local * 3 * config.hidden_size * config.moe_intermediate_size
+    experts = mixture.experts
+    assert isinstance(experts, Experts)
+    stacks = (experts.gate_proj, experts.up_proj, experts.down_proj)
+    return sum(math.prod(cast(Int4Weight, stack.get_value()).shape) for stack in stacks)

@@ -30,11 +30,11 @@ from kimi_jax.decoding.timing import measure_rounds, part_seconds
 from kimi_jax.drafter.config import DrafterConfig
 from kimi_jax.drafter.dflash import DFlash
 from kimi_jax.drafter.loader import load_drafter
+from kimi_jax.ledger import layout_rules
 from kimi_jax.model.transformer import CausalLM
-from kimi_jax.parallel import layout_rules
 from kimi_jax.parallel.eplb import load_placements
-from kimi_jax.parallel.exchange import BACKENDS
-from kimi_jax.parallel.exchange_choice import may_overflow
+from kimi_jax.parallel.exchange import backend
+from kimi_jax.parallel.exchange.choice import may_overflow
 from kimi_jax.parallel.host_arrays import require_agreement
 from kimi_jax.parallel.placement import EMPTY, Placement, even_placement, slots_of_layer
 from kimi_jax.parallel.processes import Watchdog
@@ -283,12 +283,11 @@ def model_for(config: ModelConfig, layout: Layout, placements: Sequence[Placemen
       placements: one for each layer that has experts; by default experts lie in order, once each.
 
     Raises:
-      LayoutError: a dimension that tp does not divide, naming the sizes that work; an exchange that does not exist
-        or does not belong to how the experts are split.
+      LayoutError: a dimension that tp does not divide, naming the sizes that work; an exchange that does not exist.
     """
     layout_rules.check(config, layout)
     placement = placements or even_placement(config.n_routed_experts, layout.expert_ranks)
-    exchange = functools.partial(BACKENDS[layout.exchange], expert_axes=layout.expert_axes)
+    exchange = functools.partial(backend(layout.exchange).run, expert_axes=layout.expert_axes)
     return CausalLM(config, placement, exchange)
 
 

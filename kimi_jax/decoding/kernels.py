@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from kimi_jax.config import ModelConfig
-from kimi_jax.parallel.exchange_choice import buffer_rows, used
+from kimi_jax.parallel.exchange.choice import buffer_rows, used
 from kimi_jax.parallel.placement import Placement
 from meshes.presets import Layout
 from pallas_kernels import int4_moe, tree_attention
@@ -45,8 +45,8 @@ def picks(
 ) -> list[Pick]:
     """For a step of `rows` rows on each of `requests` in the whole system, with caches of `capacity` positions."""
     device, dtype = Device.of(mesh.devices.flat[0]), jnp.dtype(dtype)
-    local_requests = -(-requests // (layout.dp * layout.ep))
-    parts = layout.tp if layout.cache == "split" else 1
+    local_requests = layout.group_requests(requests)
+    parts = layout.cache_ranks
     experts = int4_moe.Shape(
         rows=local_requests * rows * layout.ep,
         top_k=config.num_experts_per_tok,

@@ -30,14 +30,12 @@ from kimi_jax.model.moe import MixtureOfExperts
 from kimi_jax.model.transformer import CausalLM, Output, Rows, causal_rows
 from kimi_jax.parallel.collectives import all_gather, all_reduce, axis_size
 from kimi_jax.parallel.counters import counting
-from kimi_jax.parallel.sharding import REQUESTS, cache_axis, cache_spec
+from kimi_jax.parallel.sharding import REQUESTS, cache_axis, cache_multiple, cache_spec
 from kimi_jax.parameters import Parameters, Rules, bind, specs
 from meshes.presets import AXES
 
 REPLICATED = PartitionSpec()
 BATCH_AXES = ("dp", "ep")
-CACHE_MULTIPLE = 64
-"""Cached positions of a rank are a multiple of this."""
 
 
 @jax.tree_util.register_dataclass
@@ -96,8 +94,7 @@ class Programs:
     @property
     def cache_multiple(self) -> int:
         """Cached positions are padded to a multiple of this."""
-        axis = cache_axis(self.rules)
-        return CACHE_MULTIPLE * (1 if axis is None else self.mesh.shape[axis])
+        return cache_multiple(self.rules, self.mesh.shape)
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kimi_jax.estimator import routing
-from kimi_jax.estimator.constants import Constants, LinkConstants
 from kimi_jax.estimator.scenario import Scenario, default_acceptance
 from kimi_jax.estimator.step import estimate
+from kimi_jax.ledger import routing
+from kimi_jax.ledger.constants import Constants, LinkConstants
 
 CHANGE = 0.20
 
@@ -54,9 +54,7 @@ def _set_constant(name: str) -> Callable[[Scenario, float], Scenario]:
         constants = dataclasses.replace(s.constants, **{name: value})
         changed = dataclasses.replace(s, constants=constants)
         if name in ("zipf_offset", "tree_diversity") and s.routing.name.startswith("zipf"):
-            skew = routing.zipf(
-                s.routing.num_experts, s.routing.top_k, constants.zipf_offset, constants.tree_diversity
-            )
+            skew = routing.zipf(s.routing.num_experts, s.routing.top_k, constants.zipf_offset, constants.tree_diversity)
             changed = dataclasses.replace(changed, routing=skew)
         if name in ("hit_rate", "unsure_rate", "sibling_share", "after_sibling") and s.budget:
             acceptance = default_acceptance(s.drafter.block_size, constants=constants)

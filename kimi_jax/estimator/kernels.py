@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kimi_jax.estimator.constants import AIC, Kind
+from kimi_jax.ledger.constants import AIC, Kind
 
 
 @dataclass(frozen=True)

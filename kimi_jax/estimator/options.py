@@ -4,24 +4,31 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from kimi_jax.estimator import acceptance, routing, search
-from kimi_jax.estimator.constants import Constants
-from kimi_jax.estimator.model import Drafter, k26
+from kimi_jax.config import ModelConfig
+from kimi_jax.drafter.config import DrafterConfig
+from kimi_jax.estimator import acceptance, search
 from kimi_jax.estimator.scenario import Prefill, Scenario, default_acceptance, make_scenario
+from kimi_jax.ledger import routing
+from kimi_jax.ledger.constants import Constants
+from kimi_jax.ledger.models import k26, kimi_drafter
 from meshes import GPU, Preset, gpu, preset
 from meshes.hardware import INFINIBAND_400, INFINIBAND_800
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
-    """The load, the drafter, and what the model assumes."""
+    """The load, the model and its drafter, and what the estimate assumes."""
 
+    checkpoint: Path | None = None
+    """Folder or config.json of another model of the family than K2.6."""
+    drafter: Path | None = None
+    """Folder or config.json of another DFlash drafter than the public Kimi drafter."""
     concurrency: int = 1
     """Requests in flight in the whole system."""
     context: int = 8192
     """Tokens in each request's cache."""
-    block: int = 8
-    """Positions of one drafter pass; the public Kimi drafters have 8."""
+    block: int | None = None
+    """Positions of one drafter pass, in place of the drafter's own; the public Kimi drafters have 8."""
     hit_rate: float | None = None
     """Mean hit rate of the drafter's first candidate; by default that of the Kimi K2.5 drafter's card."""
     hit_rates: Path | None = None
@@ -38,8 +45,8 @@ class Load:
     """Experts balanced over ranks by load."""
     slots: int = 0
     """Expert slots of one replica, more than the experts for replicas; 0 for the fewest that divide."""
-    split_cache: bool = False
-    """Split the latent cache along the sequence over tp instead of repeating it on every tp rank."""
+    cache: Literal["copied", "split"] = "copied"
+    """Latent cache whole on every tp rank, or split over them by position: for long contexts."""
     input_tokens: int = 0
     """Prompt length, to count prompts that the same GPUs work through; 0 leaves them out."""
     output_tokens: int = 1024
@@ -59,19 +66,23 @@ class Load:
 
     def scenario(self, machine: Preset, gpu_name: str | None, budget: int = 0) -> Scenario:
         """The scenario on a machine."""
-        constants, model = Constants(), k26()
+        constants, model = Constants(), self.model()
+        sizes = model.n_routed_experts, model.num_experts_per_tok
         popularity = {
-            "zipf": routing.zipf(384, 8, constants.zipf_offset, constants.tree_diversity),
-            "uniform": routing.uniform(384, 8, constants.tree_diversity),
+            "zipf": routing.zipf(*sizes, constants.zipf_offset, constants.tree_diversity),
+            "uniform": routing.uniform(*sizes, constants.tree_diversity),
         }[self.experts_used]
         if self.expert_counts:
-            popularity = routing.from_file(self.expert_counts, model.n_routed_experts, model.num_experts_per_tok)
+            popularity = routing.from_file(self.expert_counts, *sizes)
+        drafter = self.drafter_for(model)
+        if self.block is not None:
+            drafter = dataclasses.replace(drafter, block_size=self.block)
         if self.hit_rates:
             rates = acceptance.from_file(
                 self.hit_rates, sibling_share=constants.sibling_share, after_sibling=constants.after_sibling
             )
         else:
-            rates = default_acceptance(self.block, self.hit_rate)
+            rates = default_acceptance(drafter.block_size, self.hit_rate)
         return make_scenario(
             machine,
             self.card(machine, gpu_name),
@@ -84,10 +95,26 @@ class Load:
             overlap=self.overlap,
             has_eplb=self.eplb,
             physical_slots=self.slots,
-            is_cache_split=self.split_cache,
             prefill=Prefill(self.input_tokens, self.output_tokens) if self.input_tokens else None,
-            drafter=Drafter(block_size=rates.max_depth + 1),
+            model=model,
+            drafter=dataclasses.replace(drafter, block_size=rates.max_depth + 1),
         )
+
+    def model(self) -> ModelConfig:
+        """The model that is estimated. Raises ConfigError for a configuration that is none of the family's."""
+        return k26() if self.checkpoint is None else ModelConfig.from_json(self.checkpoint)
+
+    def drafter_for(self, model: ModelConfig) -> DrafterConfig:
+        """The drafter that is estimated: without --drafter one of the public Kimi drafters' shape, made for the model.
+
+        Raises:
+            ConfigError: a drafter that was made for another model.
+        """
+        if self.drafter is not None:
+            found = DrafterConfig.from_json(self.drafter)
+            found.check(model, self.drafter)
+            return found
+        return dataclasses.replace(kimi_drafter(), hidden_size=model.hidden_size, vocab_size=model.vocab_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,9 +139,9 @@ class Place(Load):
 
     def machine(self) -> Preset:
         """The preset with the layout options applied."""
-        machine = preset(self.mesh).with_axes(dp=self.dp, ep=self.ep, tp=self.tp)
-        chosen = {name: value for name in ("experts", "exchange") if (value := getattr(self, name))}
-        return machine.with_layout(dataclasses.replace(machine.layout, **chosen))
+        return preset(self.mesh).with_options(
+            dp=self.dp, ep=self.ep, tp=self.tp, experts=self.experts, exchange=self.exchange, cache=self.cache
+        )
 
     def fixed(self) -> search.Fixed:
         """What the layout options leave no choice about in a search."""

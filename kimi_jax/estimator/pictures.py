@@ -10,7 +10,7 @@ from rich.text import Text
 
 from kimi_jax.estimator import search
 from kimi_jax.estimator.scenario import Scenario
-from kimi_jax.estimator.step import PARTS, Estimate, estimate
+from kimi_jax.estimator.step import TIMED, Estimate, estimate
 from kimi_jax.text_files import whole_file
 from meshes import Preset
 
@@ -68,7 +68,7 @@ def wall_picture(estimates: Sequence[Estimate]) -> Picture:
     gpus = tuple(float(e.scenario.preset.layout.num_devices) for e in estimates)
     series = tuple(
         Series(part, gpus, tuple(e.parts[part].ms for e in estimates))
-        for part in PARTS
+        for part in TIMED
         if any(e.parts[part].ms > 0.005 for e in estimates)
     )
     budget = estimates[0].scenario.budget

@@ -93,7 +93,7 @@ def command(e: Estimate) -> str:
         options.append(f"--experts {layout.experts}")
     if layout.ep > 1 and layout.exchange != "auto":
         options.append(f"--exchange {layout.exchange}")
-    if s.is_cache_split:
+    if layout.cache_ranks > 1:
         options.append("--cache split")
     options.append(f"--budget {s.budget}" if s.budget else "--speculation none")
     return f"uv run scripts/decode.py {' '.join(options)}"

@@ -4,7 +4,6 @@ from kimi_jax.config import ModelConfig
 from kimi_jax.ddtree.budget import ROW_COUNTS
 from kimi_jax.decoding.automatic import RoundCosts
 from kimi_jax.drafter.config import DrafterConfig
-from kimi_jax.estimator.model import Drafter
 from kimi_jax.estimator.scenario import make_scenario
 from kimi_jax.estimator.step import Estimate, estimate
 from meshes import GPU, Preset
@@ -19,12 +18,11 @@ def round_costs(
       preset, gpu: where the rounds run, or would run.
       context: cached tokens of a request.
     """
-    sizes = Drafter.of(drafter)
 
     def of(rows: int) -> Estimate:
         return estimate(
             make_scenario(
-                preset, gpu, concurrency=requests, context=context, model=model, drafter=sizes, budget=rows - 1
+                preset, gpu, concurrency=requests, context=context, model=model, drafter=drafter, budget=rows - 1
             )
         )
 

@@ -4,14 +4,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kimi_jax.config import ModelConfig
+from kimi_jax.drafter.config import DrafterConfig
 from kimi_jax.estimator import acceptance as acceptance_module
-from kimi_jax.estimator import routing as routing_module
 from kimi_jax.estimator.acceptance import Acceptance
-from kimi_jax.estimator.constants import LINKS, Constants, LinkConstants
 from kimi_jax.estimator.kernels import Kernels, kernels
-from kimi_jax.estimator.model import K26_PRECISION, Drafter, Precision, k26
-from kimi_jax.estimator.routing import Routing
-from meshes import GPU, LayoutError, Preset, check_layout, expert_slots
+from kimi_jax.ledger import routing as routing_module
+from kimi_jax.ledger.constants import LINKS, Constants, LinkConstants
+from kimi_jax.ledger.models import k26, kimi_drafter
+from kimi_jax.ledger.precision import STORED, Precision
+from kimi_jax.ledger.routing import Routing
+from meshes import GPU, LayoutError, Preset, expert_slots
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,13 @@ class Scenario:
     """Draft nodes of a request's tree; 0 decodes without a draft."""
     overlap: float = 0.0
     """Share of communication hidden behind computation, 0 to 1."""
-    is_cache_split: bool = False
-    """Latent cache split along the sequence over tp instead of repeated on every tp rank."""
     has_eplb: bool = True
     physical_slots: int = 0
     """Expert slots of one replica; 0 for the fewest that divide."""
     prefill: Prefill | None = None
     model: ModelConfig = field(default_factory=k26)
-    precision: Precision = K26_PRECISION
-    drafter: Drafter = field(default_factory=Drafter)
+    precision: Precision = STORED
+    drafter: DrafterConfig = field(default_factory=kimi_drafter)
     constants: Constants = field(default_factory=Constants)
     link: LinkConstants = LINKS["NVLink 5"]
     """How collectives use the GPU's local link."""
@@ -84,7 +84,7 @@ def make_scenario(
         ValueError: a load that means nothing (no request, no context, overlap outside 0 to 1).
     """
     constants, model = constants or Constants(), model or k26()
-    drafter = options.setdefault("drafter", Drafter())
+    drafter = options.setdefault("drafter", kimi_drafter())
     acceptance = acceptance or default_acceptance(drafter.block_size, constants=constants)
     options.setdefault(
         "routing",
@@ -102,12 +102,14 @@ def make_scenario(
 
 def validate(s: Scenario) -> None:
     """Refuse what cannot be built or means nothing; see `make_scenario` for what is raised."""
+    from kimi_jax.ledger import layout_rules  # imports jax, for which `--help` should not wait
+
     s.preset.check_gpu(s.gpu.name)
-    check_model_layout(s.preset, s.model)
-    if s.budget and s.acceptance.max_depth != s.drafter.max_depth:
+    layout_rules.check(s.model, s.preset.layout)
+    if s.budget and s.acceptance.max_depth != s.drafter.block_size - 1:
         raise ValueError(
             f"hit rates for {s.acceptance.max_depth} draft positions, but a block of {s.drafter.block_size} "
-            f"has {s.drafter.max_depth}"
+            f"has {s.drafter.block_size - 1}"
         )
     for name, value, least in (("concurrency", s.concurrency, 1), ("context", s.context, 1), ("budget", s.budget, 0)):
         if value < least:
@@ -124,18 +126,3 @@ def validate(s: Scenario) -> None:
             f"use {fewest}, {fewest + ranks} or another multiple of {ranks}"
             + ("" if experts % ranks else f" (or {experts}, without replicas)")
         )
-
-
-def check_model_layout(preset: Preset, model: ModelConfig) -> None:
-    """Check a layout against a model's sizes. Raises LayoutError with the tp sizes that work."""
-    check_layout(
-        preset.layout,
-        num_heads=model.num_attention_heads,
-        widths={
-            "shared expert width": model.n_shared_experts * model.moe_intermediate_size,
-            "dense width": model.intermediate_size,
-        },
-        vocab_size=model.vocab_size,
-        expert_width=model.moe_intermediate_size,
-        group_size=model.quantization_group_size,
-    )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kimi_jax.estimator.scenario import Scenario, check_model_layout
+from kimi_jax.estimator.scenario import Scenario
 from kimi_jax.estimator.step import Estimate
 from kimi_jax.estimator.step import estimate as estimate_step
 from meshes import PRESETS, Layout, LayoutError, Preset, preset
@@ -55,6 +55,8 @@ FREE = Fixed()
 
 def layouts(machine: Preset, scenario: Scenario, fixed: Fixed = FREE) -> Iterator[Preset]:
     """All layouts of a machine that the model's sizes allow, whole or with tp 16, 32 or 64 on most of it."""
+    from kimi_jax.ledger import layout_rules  # imports jax, for which `--help` should not wait
+
     total = machine.layout.num_devices
     seen: set[Layout] = set()
     for tp in (2**n for n in range(total.bit_length())):
@@ -65,10 +67,10 @@ def layouts(machine: Preset, scenario: Scenario, fixed: Fixed = FREE) -> Iterato
             for experts in ("slots", "width") if tp > 1 else ("slots",):
                 ep = groups // dp
                 for exchange in ("allgather", "alltoall") if ep > 1 else ("allgather",):
-                    layout = Layout(dp, ep, tp, experts, exchange)
+                    layout = Layout(dp, ep, tp, experts, exchange, machine.layout.cache if tp > 1 else "copied")
                     candidate = dataclasses.replace(machine, layout=layout)
                     try:
-                        check_model_layout(candidate, scenario.model)
+                        layout_rules.check(scenario.model, layout)
                     except LayoutError:
                         continue
                     if layout not in seen and fixed.allows(layout):
@@ -80,7 +82,8 @@ def describe(layout: Layout) -> str:
     """A layout in words, with what is not plain from its axes."""
     experts = "" if layout.tp == 1 else f", experts by {layout.experts}"
     exchange = "" if layout.ep == 1 else f", {layout.exchange}"
-    return f"{layout}{experts}{exchange}"
+    cache = ", cache split" if layout.cache_ranks > 1 else ""
+    return f"{layout}{experts}{exchange}{cache}"
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,10 @@ def candidates(
     """Each layout of the machine at its best budget, those that do not fit left out."""
     found = []
     for candidate in layouts(machine, scenario, fixed):
-        for split in (False, True) if with_cache_split and candidate.layout.tp > 1 else (False,):
-            s = dataclasses.replace(scenario, preset=candidate, is_cache_split=split)
+        split = dataclasses.replace(candidate.layout, cache="split")
+        both = with_cache_split and split.tp > 1 and candidate.layout != split
+        for layout in (candidate.layout, split) if both else (candidate.layout,):
+            s = dataclasses.replace(scenario, preset=candidate.with_layout(layout))
             estimate = best_budget(s, budgets)
             if estimate.memory.fits:
                 found.append(estimate)

@@ -1,24 +1,25 @@
-"""One step of decoding on one layout: time by part, physical limit, memory and throughput.
+"""One step of decoding on one layout, the ledger times rates: time by part, physical limit, memory and throughput."""
 
-The parts of a step have the names that the compiled program's report uses, so that the two can be laid side by side.
-"""
-
+import functools
 import math
-from dataclasses import dataclass, replace
+import operator
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
-from kimi_jax.estimator import routing as routing_module
-from kimi_jax.estimator.collectives import Network, Transfer, all_reduce, dispatch_and_combine, gather_and_scatter
-from kimi_jax.estimator.memory import Memory, drafter_context_bytes, memory
-from kimi_jax.estimator.model import Weights
+from kimi_jax.estimator.memory import Memory, memory
 from kimi_jax.estimator.scenario import Scenario
-from kimi_jax.parallel.exchange_choice import used
+from kimi_jax.ledger import routing as routing_module
+from kimi_jax.ledger.part import PARTS
+from kimi_jax.ledger.rates import Network, transfer
+from kimi_jax.ledger.routing import Routed
+from kimi_jax.parallel.messages import as_sent
 from meshes import GPU, expert_slots
 
-PARTS = (
-    "attention", "router", "experts", "shared_expert", "dense", "head",
-    "drafter", "tree", "exchange", "reductions", "launch",
-)  # fmt: skip
-"""Parts of a step, in the order of a table. `drafter` includes its own reductions and its use of the head."""
+if TYPE_CHECKING:
+    from kimi_jax.ledger.step import Need, Work
+
+TIMED = (*(part for part in PARTS if part not in ("embedding", "other")), "launch")
+"""Parts of a step that take time, in the order of a table; `launch` is what no part's own work explains."""
 
 
 @dataclass(frozen=True)
@@ -121,34 +122,28 @@ class Estimate:
         return f"{name} ({self.parts[name].dominant})"
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """How a load lies on a layout: the fullest attention group, and one replica's expert group."""
-
-    requests: int
-    rows: int
-    replica_requests: int
-    replica_rows: int
-    rows_per_request: int
+def _dense(s: Scenario, need: "Need", work: "Work", bits: float | None, fixed_us: float = 0.0) -> Part:
+    """Dense products that read their weights once: bytes or arithmetic, whichever is slower."""
+    fraction, flop_fraction = s.constants.dense_bandwidth_fraction, s.kernels.attention.dense_flop_fraction
+    arithmetic = "bf16" if bits is None or bits >= 16 else s.precision.dense_arithmetic
+    return _slower(s, need.layers, work, fraction, flop_fraction * _peak(s.gpu, arithmetic), arithmetic, fixed_us)
 
 
-def _rows(s: Scenario) -> _Rows:
-    layout, width = s.preset.layout, s.budget + 1
-    requests = math.ceil(s.concurrency / (layout.dp * layout.ep))
-    replica = math.ceil(s.concurrency / layout.dp)
-    return _Rows(requests, requests * width, replica, replica * width, width)
-
-
-def _gemm(s: Scenario, count: int, weights: float, bits: float, rows: float, fixed_us: float = 0.0) -> Part:
-    """A dense matmul that reads its weights once: bytes or arithmetic, whichever is slower."""
-    gpu, c = s.gpu, s.constants
-    num_bytes, flops = weights * bits / 8, 2 * rows * weights
-    peak = _peak(gpu, "bf16" if bits >= 16 else s.precision.dense_arithmetic)
-    memory = num_bytes / (c.dense_bandwidth_fraction * gpu.hbm_bytes_per_s) * 1e6
-    compute = flops / (s.kernels.attention.dense_flop_fraction * peak) * 1e6
+def _slower(
+    s: Scenario,
+    count: int,
+    work: "Work",
+    bandwidth_fraction: float,
+    flops_per_s: float,
+    arithmetic: str,
+    fixed_us: float,
+) -> Part:
+    """Work of one of `count` layers, whose reads and operations overlap."""
+    num_bytes, flops = (value / max(count, 1) for value in (work.hbm_bytes, work.flops))
+    memory, compute = num_bytes / (bandwidth_fraction * s.gpu.hbm_bytes_per_s) * 1e6, flops / flops_per_s * 1e6
     return Part(
         count, fixed_us, memory if memory >= compute else 0.0, compute if compute > memory else 0.0, 0.0,
-        fixed_us + max(memory, compute), num_bytes, flops, peak,
+        fixed_us + max(memory, compute), num_bytes, flops, _peak(s.gpu, arithmetic),
     )  # fmt: skip
 
 
@@ -156,53 +151,58 @@ def _peak(gpu: GPU, arithmetic: str) -> float:
     return {"bf16": gpu.bf16_flops_per_s, "fp8": gpu.fp8_flops_per_s, "fp4": gpu.fp4_flops_per_s}[arithmetic]
 
 
+_FIGURES = tuple(field.name for field in fields(Part) if field.name not in ("count", "flops_per_s", "note"))
+
+
 def _sum(*parts: Part) -> Part:
     """Parts that run one after the other in the same layer."""
-    count, fixed, memory, compute, link, total, hbm, seconds, local, network = parts[0].count, *[0.0] * 9
-    messages, activations = (sum(getattr(p, name) for p in parts) for name in ("messages", "activation_bytes"))
-    for part in parts:
-        fixed, memory, compute = fixed + part.fixed_us, memory + part.memory_us, compute + part.compute_us
-        link, total, hbm = link + part.link_us, total + part.total_us, hbm + part.hbm_bytes
-        seconds += part.flops / part.flops_per_s
-        local, network = local + part.local_bytes, network + part.network_bytes
+    names = [name for name in _FIGURES if name != "flops"]
     rate = parts[0].flops_per_s
+    flops = rate * sum(part.flops / part.flops_per_s for part in parts)
+    sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
+    return Part(parts[0].count, flops=flops, flops_per_s=rate, **sums)
+
+
+def _sent(s: Scenario, network: Network, need: "Need", note: str = "") -> Part:
+    """The messages of a part. One of its calls is as many of them as come together: the counts' common divisor."""
+    messages = as_sent(need.messages)
+    if not messages:
+        return Part(need.layers if note else 0, note=note)
+    calls = math.gcd(*(message.count for message in messages))
+    if not calls:
+        return Part(0)
+    each = [
+        transfer(network, s.preset.span(*message.axes), message).times(message.count / calls) for message in messages
+    ]
+    total = functools.reduce(operator.add, each)
     return Part(
-        count, fixed, memory, compute, link, total, hbm, seconds * rate, rate, local, network, messages, activations
+        calls, fixed_us=total.latency_us, link_us=total.us - total.latency_us, total_us=total.us,
+        local_bytes=total.local_bytes, network_bytes=total.network_bytes,
+        messages=sum(message.count for message in messages) / calls, note=total.algorithm,
+    )  # fmt: skip
+
+
+def _streamed(s: Scenario, count: int, num_bytes: float, activations: bool) -> Part:
+    """Bytes that are read at the rate of dense kernels."""
+    us = num_bytes / (s.constants.dense_bandwidth_fraction * s.gpu.hbm_bytes_per_s) * 1e6
+    return Part(
+        count, memory_us=us, total_us=us, hbm_bytes=num_bytes, activation_bytes=num_bytes if activations else 0.0
     )
 
 
-def _communication(count: int, transfer: Transfer, messages: float = 1) -> Part:
-    return Part(
-        count, fixed_us=transfer.latency_us, link_us=transfer.us - transfer.latency_us, total_us=transfer.us,
-        local_bytes=transfer.local_bytes, network_bytes=transfer.network_bytes,
-        messages=messages if transfer.us else 0, note=transfer.algorithm,
-    )  # fmt: skip
+def _attention(s: Scenario, need: "Need") -> Part:
+    """Projections, scores and values, and what residuals and norms read and write.
 
-
-def _attention(s: Scenario, load: _Rows) -> Part:
-    m, gpu, k = s.model, s.gpu, s.kernels.attention
-    tp, w = s.preset.layout.tp, Weights(s.model)
-    weights = w.attention_replicated + w.attention_split / tp
-    projections = _gemm(s, m.num_hidden_layers, weights, s.precision.attention_bits, load.rows, k.us)
-    split = tp if s.is_cache_split else 1
-    width = m.kv_lora_rank + m.qk_rope_head_dim
-    # Rows of a tree share their request's cache, which is read once; each head of each row works on all of it.
-    cache = load.requests * s.context * width * s.precision.cache_bytes / split
-    heads = m.num_attention_heads / (1 if s.is_cache_split else tp)
-    flops = 2 * load.rows * heads * (width + m.kv_lora_rank) * s.context / split
-    peak = gpu.fp8_flops_per_s if s.precision.cache_bytes == 1 else gpu.bf16_flops_per_s
-    memory = cache / (k.cache_bandwidth_fraction * gpu.hbm_bytes_per_s) * 1e6
-    compute = flops / (k.cache_flop_fraction * peak) * 1e6
-    elementwise = load.rows * s.constants.elementwise_bytes_per_row
-    elementwise_us = elementwise / (s.constants.dense_bandwidth_fraction * gpu.hbm_bytes_per_s) * 1e6
-    scores = Part(
-        m.num_hidden_layers, 0.0, memory if memory >= compute else 0.0, compute if compute > memory else 0.0, 0.0,
-        max(memory, compute), cache, flops, peak,
-    )  # fmt: skip
-    rest = Part(
-        m.num_hidden_layers, memory_us=elementwise_us, total_us=elementwise_us, hbm_bytes=elementwise,
-        activation_bytes=elementwise,
-    )  # fmt: skip
+    Rows of a tree share their request's cache, which is read once; each head of each row works on all of it.
+    """
+    k = s.kernels.attention
+    projections = _dense(s, need, need.work["weights"], s.precision.attention_bits, k.us)
+    arithmetic = "fp8" if s.precision.cache_bytes == 1 else "bf16"
+    rate = k.cache_flop_fraction * _peak(s.gpu, arithmetic)
+    scores = _slower(s, need.layers, need.work["cache"], k.cache_bandwidth_fraction, rate, arithmetic, 0.0)
+    rows = s.preset.layout.group_requests(s.concurrency) * (s.budget + 1)
+    passes = s.constants.elementwise_passes * 2 * s.model.hidden_size
+    rest = _streamed(s, need.layers, rows * passes, activations=True)
     return _sum(projections, scores, rest)
 
 
@@ -215,127 +215,64 @@ def _imbalance(s: Scenario, ranks: int) -> float:
     return 1 + (s.constants.imbalance_without_eplb - 1) * math.sqrt(ranks / 32)
 
 
-def expert_load(s: Scenario) -> tuple[float, float, float]:
-    """Experts that the busiest rank reads in a layer, row-expert pairs it works on, and those over the mean."""
-    load, layout, m = _rows(s), s.preset.layout, s.model
-    ranks = layout.expert_ranks
-    distinct = s.routing.distinct_experts(s.routing.effective_rows(load.replica_requests, load.rows_per_request))
+def routed(s: Scenario) -> Routed:
+    """What routing makes of a step's rows on the busiest rank."""
+    layout, m = s.preset.layout, s.model
+    ranks, width, requests = layout.expert_ranks, s.budget + 1, math.ceil(s.concurrency / layout.dp)
+    distinct = s.routing.distinct_experts(s.routing.effective_rows(requests, width))
     slots = s.physical_slots or expert_slots(m.n_routed_experts, ranks)
     local = routing_module.busiest_rank_experts(distinct, m.n_routed_experts, slots // ranks, ranks)
-    pairs = load.replica_rows * m.num_experts_per_tok
+    pairs = requests * width * m.num_experts_per_tok
     share = routing_module.busiest_rank_share(pairs, ranks, _imbalance(s, ranks))
-    return local, pairs / ranks * share, share
+    return Routed(local, pairs / ranks * share, share)
 
 
-def _experts(s: Scenario) -> Part:
-    layout, gpu, k = s.preset.layout, s.gpu, s.kernels.experts
-    local, pairs, _ = expert_load(s)
-    width = layout.tp if layout.experts == "width" else 1
-    weights = Weights(s.model).expert / width
-    one = weights * s.precision.expert_bits / 8
-    lost = k.extra_experts if layout.expert_ranks > 1 else 0.0
-    peak = _peak(gpu, s.precision.expert_arithmetic)
-    memory = (local + lost * min(local, 1)) * one / (k.bandwidth_fraction * gpu.hbm_bytes_per_s) * 1e6
-    compute = 2 * pairs * weights / (k.flop_fraction * peak) * 1e6
-    fixed = k.us + k.distinct_expert_us * local
-    total = max(k.floor_us, fixed + memory + compute)
+def _experts(s: Scenario, need: "Need", on_rank: Routed) -> Part:
+    k, work, count = s.kernels.experts, need.work["weights"], max(need.layers, 1)
+    num_bytes, flops, peak = work.hbm_bytes / count, work.flops / count, _peak(s.gpu, s.precision.expert_arithmetic)
+    lost = k.extra_experts if s.preset.layout.expert_ranks > 1 else 0.0
+    wasted = lost * min(on_rank.experts, 1) / on_rank.experts  # bandwidth, as a share of the experts that are read
+    memory = num_bytes * (1 + wasted) / (k.bandwidth_fraction * s.gpu.hbm_bytes_per_s) * 1e6
+    compute = flops / (k.flop_fraction * peak) * 1e6
+    total = max(k.floor_us, k.us + k.distinct_expert_us * on_rank.experts + memory + compute)
     return Part(
-        s.model.num_moe_layers, total - memory - compute, memory, compute, 0.0, total,
-        local * one, 2 * pairs * weights, peak, note=f"{local:.1f} experts on the busiest GPU",
+        need.layers, total - memory - compute, memory, compute, 0.0, total, num_bytes, flops, peak,
+        note=f"{on_rank.experts:.1f} experts on the busiest GPU",
     )  # fmt: skip
 
 
-def _exchange(s: Scenario, network: Network, load: _Rows) -> Part:
-    layout, m = s.preset.layout, s.model
-    if layout.ep == 1:
-        return Part(m.num_moe_layers, note="rows stay in their tp group")
-    if layout.exchange in ("allgather", "tensor"):
-        # Every group sends as many rows as the fullest one, with an id and a weight for each choice; sums come back.
-        rows, span = load.rows * layout.ep, s.preset.span("ep")
-        gather = gather_and_scatter(network, span, rows * (2 * m.hidden_size + 8 * m.num_experts_per_tok))
-        scatter = gather_and_scatter(network, span, rows * 2 * m.hidden_size)
-        transfer = gather.times(0.5) + scatter.times(0.5)
-    else:
-        span = s.preset.span(*layout.expert_axes)
-        # The rank that receives most is the last to finish.
-        rows = load.rows / (layout.tp if layout.experts == "slots" else 1) * expert_load(s)[2]
-        transfer = dispatch_and_combine(
-            network, span, rows, m.num_experts_per_tok, m.hidden_size, s.precision.dispatch_bytes
-        )
-    return _communication(m.num_moe_layers, transfer, messages=2)
-
-
-def _reductions(s: Scenario, network: Network, load: _Rows) -> Part:
-    """Two all-reduces a layer over tp (attention; experts, shared or dense), and one of the embedding, split by words.
-
-    With a split cache every rank attends to its part of the sequence for all heads: queries are gathered, and each
-    head's parts with their log-sum-exps sent to the rank that holds the head.
-    """
-    m, span = s.model, s.preset.span("tp")
-    if span.size == 1:
-        return Part(0)
-    reduction = all_reduce(network, span, load.rows * m.hidden_size * 2)
-    if not s.is_cache_split:
-        return _communication(2 * m.num_hidden_layers + 1, reduction)
-    heads = load.rows * m.num_attention_heads
-    queries = gather_and_scatter(network, span, heads * 2 * (m.kv_lora_rank + m.qk_rope_head_dim)).times(0.5)
-    outputs = gather_and_scatter(network, span, heads * (2 * m.kv_lora_rank + 4)).times(0.5)
-    layer = reduction.times(2 + 1 / m.num_hidden_layers) + queries + outputs
-    return _communication(m.num_hidden_layers, layer, messages=4 + 1 / m.num_hidden_layers)
-
-
-def _drafter(s: Scenario, network: Network, load: _Rows) -> Part:
-    """Fusion of the accepted rows' taps, the block's layers on the context, and the target's head.
-
-    Two all-reduces a layer and one of the block's embedding, and an all-gather of the fused rows.
-    """
-    d, tp, span = s.drafter, s.preset.layout.tp, s.preset.span("tp")
-    rows, depth = load.requests * d.block_size, _depth(s)
-    fixed_us = d.num_layers * s.kernels.overheads.drafter_layer_us
-    layers = _gemm(s, 1, d.weights / tp, 8 * d.bytes_per_weight, rows, fixed_us)
-    head = _gemm(s, 1, Weights(s.model).head / tp, s.precision.head_bits, load.requests * depth)
-    ring = load.requests * drafter_context_bytes(s)
-    ring_us = ring / (s.constants.dense_bandwidth_fraction * s.gpu.hbm_bytes_per_s) * 1e6
-    context = Part(memory_us=ring_us, total_us=ring_us, hbm_bytes=ring)
-    reductions = all_reduce(network, span, rows * d.hidden_size * 2).times(2 * d.num_layers + 1)
-    fused = gather_and_scatter(network, span, load.requests * (depth + 1) * d.hidden_size * 2).times(0.5)
-    messages = 2 * d.num_layers + 2
-    return _sum(layers, head, context, _communication(1, reductions + fused, messages))
-
-
-def _depth(s: Scenario) -> int:
-    """Longest path of a draft tree."""
-    return min(s.drafter.max_depth, s.budget)
-
-
-def _tree(s: Scenario, network: Network, load: _Rows) -> Part:
-    """Candidates from each rank's logits, an all-gather of them with the ranks' log-sum-exps, and the tree itself."""
-    tp, fixed_us = s.preset.layout.tp, s.kernels.overheads.tree_us
-    positions = load.requests * _depth(s)
-    logits = positions * s.model.vocab_size * 4 / tp
-    logits_us = logits / (s.constants.dense_bandwidth_fraction * s.gpu.hbm_bytes_per_s) * 1e6
-    gathered = positions * tp * (8 * min(s.budget, s.model.vocab_size) + 4)
-    candidates = gather_and_scatter(network, s.preset.span("tp"), gathered).times(0.5)
-    build = Part(1, fixed_us, logits_us, 0.0, 0.0, fixed_us + logits_us, logits, activation_bytes=logits)
-    return _sum(build, _communication(1, candidates))
-
-
-def _head(s: Scenario, network: Network, load: _Rows) -> Part:
+def _head(s: Scenario, network: Network, need: "Need") -> Part:
     """Logits, and an all-gather of each rank's best word with its logit, whose latency is in `head_us`."""
-    c, tp = s.constants, s.preset.layout.tp
-    logits = _gemm(s, 1, Weights(s.model).head / tp, s.precision.head_bits, load.rows, c.head_us)
-    picks = gather_and_scatter(network, s.preset.span("tp"), load.rows * tp * 8).times(0.5)
-    sent = Part(local_bytes=picks.local_bytes, network_bytes=picks.network_bytes, messages=1 if picks.us else 0)
+    logits = _dense(s, need, need.work["weights"], s.precision.head_bits, s.constants.head_us)
+    picks = _sent(s, network, need)
+    sent = Part(local_bytes=picks.local_bytes, network_bytes=picks.network_bytes, messages=picks.messages)
     return _sum(logits, sent)
 
 
-def _with_exchange(s: Scenario) -> Scenario:
-    layout = s.preset.layout
-    if layout.exchange != "auto":
-        return s
-    slots = s.physical_slots or expert_slots(s.model.n_routed_experts, layout.expert_ranks)
-    name = used(layout, _rows(s).rows, s.model.num_experts_per_tok, slots)
-    return replace(s, preset=s.preset.with_layout(replace(layout, exchange=name)))
+def _drafter(s: Scenario, network: Network, need: "Need") -> Part:
+    """Fusion of the accepted rows' taps, the block's layers on the context, and the target's head."""
+    fixed_us = s.drafter.num_hidden_layers * s.kernels.overheads.drafter_layer_us
+    layers = _dense(s, need, need.work["weights"], None, fixed_us)
+    head = _dense(s, need, need.work["head"], s.precision.head_bits)
+    context = _streamed(s, 1, need.work["cache"].hbm_bytes, activations=False)
+    return _sum(layers, head, context, _total(_sent(s, network, need)))
+
+
+def _tree(s: Scenario, network: Network, need: "Need") -> Part:
+    """Candidates from each rank's logits, an all-gather of them with the ranks' log-sum-exps, and the tree itself."""
+    build = Part(fixed_us=s.kernels.overheads.tree_us, total_us=s.kernels.overheads.tree_us)
+    logits = _streamed(s, 1, need.work["activations"].hbm_bytes, activations=True)
+    return _sum(build, logits, _total(_sent(s, network, need)))
+
+
+def _total(part: Part) -> Part:
+    """All calls of a part as one."""
+    figures: dict[str, Any] = {name: part.count * getattr(part, name) for name in _FIGURES}
+    return replace(part, count=1, **figures)
+
+
+_PRICED_AS = {"alltoall": "ideal", "ragged": "ideal"}
+"""Exchanges whose estimate is that of the best public kernels, which send no more than what is due."""
 
 
 def estimate(s: Scenario) -> Estimate:
@@ -343,24 +280,30 @@ def estimate(s: Scenario) -> Estimate:
 
     The result's layout names the exchange that was taken, as the compiled program would take it for these rows.
     """
-    s = _with_exchange(s)
-    m, gpu, k, c, layout = s.model, s.gpu, s.kernels.overheads, s.constants, s.preset.layout
-    load, w = _rows(s), Weights(s.model)
-    network = Network(gpu, s.preset.topology, c, s.link)
-    tp, rows = layout.tp, load.rows
-    has_draft = s.budget > 0
-    launch_us = k.launch_us * m.num_hidden_layers + k.host_us
+    from kimi_jax.ledger.step import Step, ledger  # imports jax, for which `--help` should not wait
+
+    layout, on_rank, has_draft = s.preset.layout, routed(s), s.budget > 0
+    step = Step(
+        s.model, layout, s.concurrency, s.budget + 1, s.context, s.drafter if has_draft else None,
+        slots=s.physical_slots, precision=s.precision, routed=on_rank,
+    )  # fmt: skip
+    exchange = step.used_exchange
+    s = replace(s, preset=s.preset.with_layout(replace(layout, exchange=exchange)))
+    needs = ledger(replace(step, exchange=_PRICED_AS.get(exchange, exchange)))
+    network, k, c = Network(s.gpu, s.preset.topology, s.constants, s.link), s.kernels.overheads, s.constants
+    launch_us = k.launch_us * s.model.num_hidden_layers + k.host_us
+    bits = s.precision.shared_bits
     parts = {
-        "attention": _attention(s, load),
-        "router": _gemm(s, m.num_moe_layers, w.router, 16, rows, c.router_us),
-        "experts": _experts(s),
-        "shared_expert": _gemm(s, m.num_moe_layers, w.shared / tp, s.precision.shared_bits, rows),
-        "dense": _gemm(s, m.first_k_dense_replace, w.dense / tp, s.precision.shared_bits, rows),
-        "head": _head(s, network, load),
-        "drafter": _drafter(s, network, load) if has_draft else Part(),
-        "tree": _tree(s, network, load) if has_draft else Part(),
-        "exchange": _exchange(s, network, load),
-        "reductions": _reductions(s, network, load),
+        "attention": _attention(s, needs["attention"]),
+        "router": _dense(s, needs["router"], needs["router"].work["weights"], None, c.router_us),
+        "experts": _experts(s, needs["experts"], on_rank),
+        "shared_expert": _dense(s, needs["shared_expert"], needs["shared_expert"].work["weights"], bits),
+        "dense": _dense(s, needs["dense"], needs["dense"].work["weights"], bits),
+        "head": _head(s, network, needs["head"]),
+        "drafter": _drafter(s, network, needs["drafter"]) if has_draft else Part(),
+        "tree": _tree(s, network, needs["tree"]) if has_draft else Part(),
+        "exchange": _sent(s, network, needs["exchange"], "" if layout.ep > 1 else "rows stay in their tp group"),
+        "reductions": _sent(s, network, needs["reductions"]),
         "launch": Part(1, fixed_us=launch_us, total_us=launch_us),
     }
     communication = parts["exchange"].ms + parts["reductions"].ms
@@ -368,7 +311,7 @@ def estimate(s: Scenario) -> Estimate:
     hidden = s.overlap * min(communication, computation)
     resources: dict[str, float] = {}
     for part in parts.values():
-        for resource, ms in part.resource_ms(gpu).items():
+        for resource, ms in part.resource_ms(s.gpu).items():
             resources[resource] = resources.get(resource, 0.0) + ms
     limit_resource = max(resources, key=lambda name: resources[name])
     return Estimate(
@@ -380,7 +323,7 @@ def estimate(s: Scenario) -> Estimate:
         limit_ms=resources[limit_resource],
         limit_resource=limit_resource,
         acceptance_length=s.acceptance.length(s.budget),
-        memory=memory(s, load.requests),
+        memory=memory(s, needs),
     )
 
 

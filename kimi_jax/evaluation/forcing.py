@@ -14,13 +14,13 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.decoding.engine import Engine
-from kimi_jax.decoding.programs import BATCH_AXES, CACHE_MULTIPLE
+from kimi_jax.decoding.programs import BATCH_AXES
 from kimi_jax.decoding.sampling import Sampling, next_tokens
 from kimi_jax.model.cache import Cache, commit, empty_cache
 from kimi_jax.model.transformer import CausalLM, Output, causal_rows
 from kimi_jax.parallel import host_arrays
 from kimi_jax.parallel.collectives import all_gather, all_reduce, axis_index
-from kimi_jax.parallel.sharding import REQUESTS, cache_axis, cache_spec
+from kimi_jax.parallel.sharding import REQUESTS, cache_axis, cache_multiple, cache_spec
 from kimi_jax.parameters import Parameters, bind, specs
 
 CHUNK = 512
@@ -83,11 +83,10 @@ def force(
     lengths = [len(ids) for ids in inputs]
     longest = max(length, *lengths, SMALLEST_LENGTH)
     chunk = min(chunk, 1 << (longest - 1).bit_length())
-    axis = cache_axis(engine.rules)
-    cached = math.lcm(chunk, CACHE_MULTIPLE * (1 if axis is None else engine.mesh.shape[axis]))
+    cached = math.lcm(chunk, cache_multiple(engine.rules, engine.mesh.shape))
     capacity = -(-longest // cached) * cached
-    multiple = engine.mesh.shape["dp"] * engine.mesh.shape["ep"]
-    requests = -(-max(requests, len(inputs)) // multiple) * multiple
+    groups = engine.layout.groups
+    requests = -(-max(requests, len(inputs)) // groups) * groups
 
     def padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
         result = np.zeros((requests, capacity), np.int32)

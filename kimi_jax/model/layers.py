@@ -74,9 +74,10 @@ class Embedding(nnx.Module):
         self.weight = weight((vocab_size, hidden_size), ("vocab", None))
 
     def __call__(self, tokens: Int[Array, "..."]) -> Float[Array, "... hidden"]:
-        table = self.weight[...]
-        local = tokens - axis_index("tp") * table.shape[0]
-        mine = (local >= 0) & (local < table.shape[0])
-        rows = table[jnp.clip(local, 0, table.shape[0] - 1)]
+        with jax.named_scope("embedding"):
+            table = self.weight[...]
+            local = tokens - axis_index("tp") * table.shape[0]
+            mine = (local >= 0) & (local < table.shape[0])
+            rows = table[jnp.clip(local, 0, table.shape[0] - 1)]
         with jax.named_scope("reductions"):
             return all_reduce(jnp.where(mine[..., None], rows, 0), "tp")

@@ -1,125 +1,48 @@
-"""What a round sends: every collective with its mesh axes, number and bytes, from sizes alone.
-
-The tests hold these lists against the compiled programs, in both directions.
-"""
+"""What a message is: a collective of a step, with the mesh axes it runs along and its bytes."""
 
 import dataclasses
-import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import Literal
 
-import jax.numpy as jnp
-from jax.typing import DTypeLike
+Kind = Literal[
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "dispatch", "combine",
+]  # fmt: skip
+"""XLA's collectives, and the two of kernels that send a row to the ranks of its experts and back, and nothing else."""
 
-from kimi_jax.config import ModelConfig
-from kimi_jax.parallel.exchange_choice import buffer_rows, used
-from meshes.presets import Layout
-
-if TYPE_CHECKING:
-    from kimi_jax.drafter.config import DrafterConfig
-
-TP = ("tp",)
 WORD = 4
 """Bytes of an id, a weight, a float32 logit."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """A collective of a round, as a device sees it."""
+    """A collective, as a device sees it. Its mesh axes tell which links it crosses on a machine."""
 
     what: str
-    kind: str
+    kind: Kind
     axes: tuple[str, ...]
-    count: int
-    """In a round, over all layers."""
-    bytes: int
-    """Of one: what a device contributes to a sum or sends, what it holds after a gather."""
+    bytes: float
+    """Of one: what a device contributes to a sum or sends, what it holds after a gather, its rows once for a dispatch
+    or combine."""
+    count: int = 1
+    """In a step."""
+    copies: int = 1
+    """Experts that each row of a dispatch or combine may go to."""
+    joined: bool = False
+    """Whether a GPU's compiler sends it together with the message before it."""
 
 
-def forward_messages(config: ModelConfig, layout: Layout, rows: int, dtype: DTypeLike, slots: int) -> list[Message]:
-    """What one forward of the layers sends for `rows` rows of a device; axes of size 1 send nothing.
-
-    A step of the exchange `alltoall` whose buffers overflow sends its dispatch, and then what `allgather` sends.
-    """
-    item = jnp.dtype(dtype).itemsize
-    row = config.hidden_size * item
-    layers = config.num_hidden_layers
-    found = []
-    if layout.tp > 1:
-        found.append(Message("embedding", "all-reduce", TP, 1, rows * row))
-        if layout.cache == "split":
-            heads = rows * config.num_attention_heads
-            query = config.kv_lora_rank + config.qk_rope_head_dim
-            found.append(Message("queries to all parts of the cache", "all-gather", TP, layers, heads * query * item))
-            part = config.kv_lora_rank * item + WORD  # with its log-sum-exp
-            found.append(Message("parts of outputs to their heads", "all-to-all", TP, layers, heads * part))
-        found.append(Message("after attention", "all-reduce", TP, layers, rows * row))
-        found.append(Message("after MLP or experts", "all-reduce", TP, layers, rows * row))
-    if layout.ep > 1:
-        found += _exchange(config, layout, rows, row, slots)
-    return found
-
-
-def _exchange(config: ModelConfig, layout: Layout, rows: int, row: int, slots: int) -> Iterator[Message]:
-    choice = 2 * WORD * config.num_experts_per_tok  # an id and a weight each
-    backend = used(layout, rows, config.num_experts_per_tok, slots)
-    ep, layers = ("ep",), config.num_moe_layers
-    if backend in ("allgather", "tensor"):
-        yield Message("rows to experts", "all-gather", ep, layers, layout.ep * rows * (row + choice))
-        yield Message("sums back", "reduce-scatter", ep, layers, layout.ep * rows * row)
-        return
-    local = slots // layout.expert_ranks
-    if backend == "ragged":
-        due = math.ceil(rows * layout.ep * _needed(config, slots, local))
-        yield Message("rows due by rank", "all-to-all", ep, layers, WORD * layout.ep)
-        yield Message("rows to experts, expected", "ragged-all-to-all", ep, layers, due * (row + choice))
-        yield Message("sums back, expected", "ragged-all-to-all", ep, layers, due * row)
-        return
-    capacity = buffer_rows(rows, config.num_experts_per_tok, slots, local, layout.ep)
-    yield Message("rows to experts", "all-to-all", ep, layers, layout.ep * capacity * (row + choice + WORD))
-    yield Message("sums back", "all-to-all", ep, layers, layout.ep * capacity * row)
-
-
-def _needed(config: ModelConfig, slots: int, local: int) -> float:
-    """Probability that a row's even choices touch a rank."""
-    return 1 - math.prod(max(slots - local - i, 0) / (slots - i) for i in range(config.num_experts_per_tok))
-
-
-def head_messages(config: ModelConfig, layout: Layout, rows: int, *, greedy: bool = True) -> list[Message]:
-    """What picking the next token of `rows` rows sends: each rank's best logit and its id, or all logits to sample."""
-    if layout.tp == 1:
-        return []
-    if not greedy:
-        return [Message("logits", "all-gather", TP, 1, rows * config.vocab_size * WORD)]
+def as_sent(messages: Iterable[Message]) -> list[Message]:
+    """The messages as a GPU's program sends them: joined ones together, equal ones counted together."""
+    found: list[Message] = []
+    for message in messages:
+        if message.joined:
+            found[-1] = dataclasses.replace(found[-1], bytes=found[-1].bytes + message.bytes)
+        else:
+            found.append(message)
+    equal: dict[tuple[Kind, tuple[str, ...], float, int], list[Message]] = {}
+    for message in found:
+        equal.setdefault((message.kind, message.axes, message.bytes, message.copies), []).append(message)
     return [
-        Message("best logit of each rank", "all-gather", TP, 1, rows * layout.tp * WORD),
-        Message("its id", "all-gather", TP, 1, rows * layout.tp * WORD),
+        dataclasses.replace(same[0], count=sum(message.count for message in same)) if same[1:] else same[0]
+        for same in equal.values()
     ]
-
-
-def drafter_messages(
-    drafter: "DrafterConfig", layout: Layout, requests: int, budget: int, dtype: DTypeLike
-) -> list[Message]:
-    """What drafting trees of at most `budget` nodes for a device's requests sends, and adding what is accepted."""
-    if layout.tp == 1:
-        return []
-    row = requests * drafter.hidden_size * jnp.dtype(dtype).itemsize
-    block, depth, layers = drafter.block_size, min(drafter.block_size - 1, budget), drafter.num_hidden_layers
-    candidates = drafter.selector_top_k or min(budget, drafter.vocab_size)
-    each = min(candidates, drafter.vocab_size // layout.tp)
-    best = requests * depth * layout.tp * WORD
-    return [
-        Message("block's embedding", "all-reduce", TP, 1, block * row),
-        Message("after drafter's attention", "all-reduce", TP, layers, block * row),
-        Message("after drafter's MLP", "all-reduce", TP, layers, block * row),
-        Message("candidates of each rank", "all-gather", TP, 1, best * each),
-        Message("their ids", "all-gather", TP, 1, best * each),
-        Message("log-sum-exp of each rank", "all-gather", TP, 1, best),
-        Message("accepted rows' fused taps", "all-gather", TP, 1, (depth + 1) * row),
-    ]
-
-
-def loop_messages(layout: Layout) -> list[Message]:
-    """What a round asks beside its work: whether any request still runs."""
-    axes = tuple(axis for axis in layout.batch_axes if layout.axis_sizes[axis] > 1)
-    return [Message("requests that still run", "all-reduce", axes, 1, WORD)] if axes else []

@@ -1,5 +1,7 @@
 """How weights and batch lie on the mesh: logical axis names to the mesh axes dp, ep and tp."""
 
+from collections.abc import Mapping
+
 from jax.sharding import PartitionSpec
 
 from kimi_jax.parameters import Rules
@@ -29,6 +31,16 @@ def cache_axis(rules: Rules) -> str | None:
     axis = rules["positions"]
     assert axis is None or isinstance(axis, str)
     return axis
+
+
+CACHE_MULTIPLE = 64
+"""Capacities of a rank's part of the cache are multiples of this."""
+
+
+def cache_multiple(rules: Rules, axis_sizes: Mapping[str, int]) -> int:
+    """Capacities of a cache are multiples of this: so many positions for each rank that has a part of them."""
+    axis = cache_axis(rules)
+    return CACHE_MULTIPLE * (1 if axis is None else axis_sizes[axis])
 
 
 def cache_spec(rules: Rules) -> PartitionSpec:

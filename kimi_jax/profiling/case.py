@@ -1,30 +1,16 @@
 """What is compiled or run to be profiled: a program of a model on a machine, at a load."""
 
 import dataclasses
-import json
-from importlib import resources
-from typing import Literal, get_args
+from typing import get_args
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kimi_jax.config import ModelConfig
-from kimi_jax.decoding.programs import CACHE_MULTIPLE
 from kimi_jax.drafter.config import DrafterConfig
-from kimi_jax.parallel.exchange_choice import used
-from meshes.presets import Preset, expert_slots
-
-Program = Literal["round", "decode", "prefill"]
-
-
-def kimi_drafter() -> DrafterConfig:
-    """The public Kimi drafters (z-lab/Kimi-K2.5-DFlash and Kimi-K2.6-DFlash share their shape; 3.48 B weights).
-
-    The values of their config.json as users of the gated repository quote them (tt-metal, vllm-ascend); the parameter
-    count they give is the size of the published file.
-    """
-    text = resources.files("kimi_jax").joinpath("assets", "kimi_drafter_config.json").read_text()
-    return DrafterConfig.from_dict(json.loads(text))
+from kimi_jax.ledger.step import Program, Step
+from kimi_jax.parallel.sharding import cache_multiple, rules
+from meshes.presets import Preset
 
 
 def with_layers(config: ModelConfig, drafter: DrafterConfig, layers: int) -> tuple[ModelConfig, DrafterConfig]:
@@ -86,30 +72,32 @@ class Case:
         )
 
     @property
-    def layout_multiple(self) -> int:
-        """Batches are padded to a multiple of this."""
-        return self.preset.layout.dp * self.preset.layout.ep
-
-    @property
-    def padded_requests(self) -> int:
-        """Requests of the compiled program."""
-        return -(-self.requests // self.layout_multiple) * self.layout_multiple
+    def step(self) -> Step:
+        """What the ledger is asked for this case."""
+        return Step(
+            self.config, self.preset.layout, self.requests, self.rows, self.context,
+            self.drafter if self.budget else None, self.program, dtype=self.dtype,
+        )  # fmt: skip
 
     @property
     def device_requests(self) -> int:
         """Requests of one device."""
-        return self.padded_requests // self.layout_multiple
+        return self.step.device_requests
+
+    @property
+    def padded_requests(self) -> int:
+        """Requests of the compiled program."""
+        return self.device_requests * self.preset.layout.groups
 
     @property
     def expert_slots(self) -> int:
-        """Of one replica, over all its ranks."""
-        return expert_slots(self.config.n_routed_experts, self.preset.layout.expert_ranks)
+        """Expert slots of one replica, over all its ranks."""
+        return self.step.num_slots
 
     @property
     def exchange(self) -> str:
         """What carries rows to experts on other ep ranks: the layout's, or what `auto` takes for these rows."""
-        rows, layout = self.device_requests * self.rows, self.preset.layout
-        return used(layout, rows, self.config.num_experts_per_tok, self.expert_slots)
+        return self.step.used_exchange
 
     @property
     def rows(self) -> int:
@@ -125,5 +113,5 @@ class Case:
     def capacity(self) -> int:
         """Cached positions that are compiled for: the context and one round's rows."""
         layout = self.preset.layout
-        multiple = CACHE_MULTIPLE * (layout.tp if layout.cache == "split" else 1)
+        multiple = cache_multiple(rules(layout), layout.axis_sizes)
         return -(-(self.context + self.depth + 1) // multiple) * multiple

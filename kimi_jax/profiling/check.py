@@ -1,4 +1,4 @@
-"""The estimator against the compiler: the same layout and load, bytes and messages part by part.
+"""The ledger against the compiler: the same layout and load, bytes and messages part by part.
 
 What is compared has one definition on both sides. Bytes of memory traffic are those of weights, cache and the drafter's
 context that a part reads in one step; activations are left out. Of the routed experts the program holds all and routing
@@ -13,10 +13,9 @@ from typing import Any
 
 from rich.table import Table
 
-from kimi_jax.estimator.model import Drafter
-from kimi_jax.estimator.routing import uniform
-from kimi_jax.estimator.scenario import Scenario, make_scenario
-from kimi_jax.estimator.step import Estimate, estimate, expert_load
+from kimi_jax.ledger.rates import Network, transfer
+from kimi_jax.ledger.step import Need, ledger
+from kimi_jax.parallel.messages import as_sent
 from kimi_jax.profiling.case import Case
 from kimi_jax.profiling.report import PartReport, Report
 from meshes import gpu
@@ -32,15 +31,16 @@ class Pair:
     part: str
     what: str
     unit: str
-    estimated: float
+    counted: float
+    """By the ledger."""
     compiled: float
 
     @property
     def difference(self) -> float:
-        """Of the estimate from the compiler's figure, as a share of it; 0 where both are nothing."""
-        if self.estimated == self.compiled:
+        """The ledger's figure over the compiler's, minus 1; 0 where both are nothing."""
+        if self.counted == self.compiled:
             return 0.0
-        return self.estimated / self.compiled - 1 if self.compiled else math.inf
+        return self.counted / self.compiled - 1 if self.compiled else math.inf
 
     @property
     def agrees(self) -> bool:
@@ -48,37 +48,22 @@ class Pair:
         return abs(self.difference) <= TOLERANCE
 
 
-def scenario_of(case: Case) -> Scenario:
-    """What the estimator is asked for a compiled case: its very sizes, with uniform routing.
+def compare(report: Report) -> tuple[Pair, ...]:
+    """Every figure that both sides have.
 
     Raises:
       ValueError: a program other than a round.
     """
-    if case.program != "round":
-        raise ValueError(f"the estimator knows decoding steps: compile the program 'round', not {case.program!r}")
-    config = case.config
-    return make_scenario(
-        case.preset,
-        gpu(case.gpu or case.preset.gpu_names[0]),
-        concurrency=case.requests,
-        context=case.context,
-        model=config,
-        budget=case.budget,
-        routing=uniform(config.n_routed_experts, config.num_experts_per_tok),
-        drafter=Drafter.of(case.drafter) if case.drafter else Drafter(),
-        is_cache_split=case.preset.layout.cache == "split",
-    )
-
-
-def compare(report: Report) -> tuple[Pair, ...]:
-    """Every figure that both sides have."""
-    scenario = scenario_of(report.case)
-    estimated = estimate(scenario)
-    pairs = [*_held(report, estimated)]
+    if report.case.program != "round":
+        raise ValueError(f"decoding steps are checked: compile the program 'round', not {report.case.program!r}")
+    pairs: list[Pair] = []
+    needs = ledger(report.case.step)
     for part in report.parts:
-        pairs += _traffic(report, part, estimated, scenario)
-        pairs += _messages(part, estimated)
-    return tuple(pair for pair in pairs if pair.estimated or pair.compiled)
+        need = needs[part.part]
+        pairs += _held(report, part, need)
+        pairs += _read(report, part, need)
+        pairs += _messages(report, part, need)
+    return tuple(pair for pair in pairs if pair.counted or pair.compiled)
 
 
 def _filled(case: Case, window: float = math.inf) -> float:
@@ -90,38 +75,36 @@ def _context_filled(case: Case) -> float:
     return _filled(case, case.drafter.draft_window) if case.drafter else 1.0
 
 
-def _held(report: Report, estimated: Estimate) -> Iterator[Pair]:
-    holdings, memory = report.holdings, estimated.memory
-    for part, num_bytes in memory.weights.items():
-        yield Pair(part, "weights held", "B", num_bytes, holdings.weights.get(part, 0))
-    yield Pair("attention", "cache held", "B", memory.cache, holdings.cache * _filled(report.case))
-    drafter = holdings.weights.get("drafter", 0) + holdings.context * _context_filled(report.case)
-    yield Pair("drafter", "weights and context held", "B", memory.drafter, drafter)
+def _held(report: Report, part: PartReport, need: Need) -> Iterator[Pair]:
+    holdings = report.holdings
+    yield Pair(part.part, "weights held", "B", need.weights, holdings.weights.get(part.part, 0))
+    cached = {
+        "attention": holdings.cache * _filled(report.case),
+        "drafter": holdings.context * _context_filled(report.case),
+    }
+    yield Pair(part.part, "cache held", "B", need.cache, cached.get(part.part, 0.0))
 
 
-def _traffic(report: Report, part: PartReport, estimated: Estimate, scenario: Scenario) -> Iterator[Pair]:
-    found = estimated.parts.get(part.part)
-    if found is None:
-        return
+def _read(report: Report, part: PartReport, need: Need) -> Iterator[Pair]:
     if part.part == "experts":
-        layout, layers = report.case.preset.layout, report.case.config.num_moe_layers
-        touched = expert_load(scenario)[0]
-        slots = report.case.expert_slots / layout.expert_ranks
-        one = found.hbm_bytes / touched if touched else 0.0
-        yield Pair("experts", "bytes of one expert", "B", one, part.weight_bytes_held / slots / max(1, layers))
+        layers = max(1, need.layers)
+        touched = layers * report.case.step.experts.experts
+        slots = report.case.expert_slots / report.case.preset.layout.expert_ranks
+        one = need.total.hbm_bytes / touched
+        yield Pair("experts", "bytes of one expert", "B", one, part.weight_bytes_held / slots / layers)
         return
-    case = report.case
     read = part.weight_bytes_read
-    read += part.cache_bytes_read * _filled(case) + part.context_bytes_read * _context_filled(case)
-    yield Pair(part.part, "weights and cache read", "B", found.count * found.argument_bytes, read)
+    read += part.cache_bytes_read * _filled(report.case) + part.context_bytes_read * _context_filled(report.case)
+    counted = sum(work.hbm_bytes for what, work in need.work.items() if what != "activations")
+    yield Pair(part.part, "weights and cache read", "B", counted, read)
 
 
-def _messages(part: PartReport, estimated: Estimate) -> Iterator[Pair]:
-    found = estimated.parts.get(part.part)
-    count = found.count * found.messages if found else 0
-    sent = found.count * (found.local_bytes + found.network_bytes) if found else 0.0
-    yield Pair(part.part, "messages", "", round(count), part.messages)
-    yield Pair(part.part, "bytes sent", "B", sent, part.link_bytes)
+def _messages(report: Report, part: PartReport, need: Need) -> Iterator[Pair]:
+    machine, messages = report.case.preset, as_sent(need.messages)
+    network = Network.of(machine, gpu(report.case.gpu or machine.gpu_names[0]))
+    sent = [transfer(network, machine.span(*each.axes), each).times(each.count) for each in messages]
+    yield Pair(part.part, "messages", "", sum(each.count for each in messages), part.messages)
+    yield Pair(part.part, "bytes sent", "B", sum(t.local_bytes + t.network_bytes for t in sent), part.link_bytes)
 
 
 def apart(pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
@@ -143,7 +126,7 @@ def show(pairs: tuple[Pair, ...], title: str) -> Table:
     table = Table(title=title, title_justify="left")
     for name in ("part", "what"):
         table.add_column(name)
-    for name in ("estimator", "compiler", "difference"):
+    for name in ("ledger", "compiler", "difference"):
         table.add_column(name, justify="right")
     last = ""
     for pair in sorted(pairs, key=lambda pair: pair.part):
@@ -153,7 +136,7 @@ def show(pairs: tuple[Pair, ...], title: str) -> Table:
         digits = 3 if pair.unit == "B" else 0
         name = f"{pair.what}, MB" if pair.unit == "B" else pair.what
         table.add_row(
-            pair.part if pair.part != last else "", name, f"{pair.estimated / scale:,.{digits}f}",
+            pair.part if pair.part != last else "", name, f"{pair.counted / scale:,.{digits}f}",
             f"{pair.compiled / scale:,.{digits}f}", f"{100 * pair.difference:+.1f} %",
             style=None if pair.agrees else "bold red",
         )  # fmt: skip

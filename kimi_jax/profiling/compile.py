@@ -29,10 +29,11 @@ from kimi_jax.model.attention import LatentAttention
 from kimi_jax.model.moe import Experts, Router
 from kimi_jax.model.transformer import Transformer
 from kimi_jax.parallel import collectives
-from kimi_jax.parallel.exchange_choice import may_overflow
+from kimi_jax.parallel.exchange.choice import may_overflow
 from kimi_jax.parallel.sharding import REQUESTS, rules
 from kimi_jax.parameters import Declaration, Parameters, abstract, declarations
 from kimi_jax.profiling.case import Case
+from kimi_jax.profiling.placed import Placed
 from meshes.devices import build_mesh
 from meshes.targets import topology_devices
 from pallas_kernels.assembler import Assembled, caught_output, read, with_shared_memory
@@ -68,32 +69,14 @@ class Compiled:
     memory: Memory
     lower_seconds: float
     compile_seconds: float
-    weights: tuple["Placed", ...]
+    weights: tuple[Placed, ...]
     """Every array of the target, `target.…`, and the drafter, `drafter.…`."""
-    state: tuple["Placed", ...]
+    state: tuple[Placed, ...]
     """Every array of the decoding state."""
     assembled: tuple[Assembled, ...] = ()
     """Pallas kernels, where the assembler's report was asked for."""
     host_bytes: int = 0
     """Most memory this process has held, the compile included."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Placed:
-    """One array as a device holds it."""
-
-    name: str
-    shape: tuple[int, ...]
-    """Of the device's shard."""
-    dtype: str
-
-    @property
-    def bytes(self) -> int:
-        """Of the device's shard."""
-        elements = 1
-        for size in self.shape:
-            elements *= size
-        return elements * jnp.dtype(self.dtype).itemsize
 
 
 def placed_weights(programs: Programs) -> tuple[Placed, ...]:

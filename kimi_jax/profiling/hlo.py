@@ -11,14 +11,8 @@ import math
 import re
 from collections.abc import Iterator
 
-from kimi_jax.parallel.exchange_choice import OVERFLOW
-
-PARTS = (
-    "attention", "router", "experts", "shared_expert", "dense", "head", "drafter", "tree", "exchange", "reductions",
-    "other",
-)  # fmt: skip
-"""In the order of a table; `other` is embedding, final norm, and what commits a round."""
-_SCOPES = {part: part for part in PARTS} | {"sampling": "head"}
+from kimi_jax.ledger.part import SCOPES
+from kimi_jax.parallel.exchange.choice import OVERFLOW
 
 _ITEM_BITS = {
     "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "f16": 16, "bf16": 16, "s32": 32, "u32": 32,
@@ -92,7 +86,7 @@ def part_of(op_name: str) -> str:
     scopes = _scopes(op_name)
     if "drafter" in scopes:
         return "drafter"
-    return next((_SCOPES[scope] for scope in reversed(scopes) if scope in _SCOPES), "other")
+    return next((SCOPES[scope] for scope in reversed(scopes) if scope in SCOPES), "other")
 
 
 def _scopes(op_name: str) -> list[str]:

@@ -5,10 +5,13 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
+from typing import cast
 
 import numpy as np
 
-from kimi_jax.profiling.hlo import PARTS, Instruction, Module, part_of
+from kimi_jax.ledger.part import PARTS
+from kimi_jax.parallel.messages import Kind, Message
+from kimi_jax.profiling.hlo import Instruction, Module, part_of
 
 _COLLECTIVES = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -19,19 +22,24 @@ _COLLECTIVES = (
 class Collective:
     """Messages of one kind, over one set of mesh axes, of one size and part."""
 
-    kind: str
+    kind: Kind
     axes: tuple[str, ...]
     bytes: int
     """Of one message: what a device contributes to a sum or sends, what it holds after a gather."""
     count: int
     part: str
 
+    @property
+    def message(self) -> Message:
+        """One of them, as the ledger names messages."""
+        return Message(self.part, self.kind, self.axes, self.bytes)
+
 
 def collectives(module: Module, mesh: Mapping[str, int]) -> list[Collective]:
     """All messages of one execution, equal ones counted together. `mesh` has the axis sizes, outermost first."""
-    counts: dict[tuple[str, tuple[str, ...], int, str], int] = {}
+    counts: dict[tuple[Kind, tuple[str, ...], int, str], int] = {}
     for operands, instruction, count in _messages(module):
-        kind = instruction.opcode.removesuffix("-start")
+        kind = cast(Kind, instruction.opcode.removesuffix("-start"))
         sent = sum(operand.bytes for operand in operands)
         groups = replica_groups(instruction.attributes)
         size = len(groups[0]) if groups else math.prod(mesh.values())

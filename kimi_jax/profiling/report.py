@@ -9,23 +9,17 @@ import math
 from collections import Counter
 from typing import Any
 
-from kimi_jax.decoding.programs import CACHE_MULTIPLE
-from kimi_jax.estimator.collectives import Network, Transfer, all_reduce, gather_and_scatter
-from kimi_jax.estimator.constants import LINKS, Constants
+from kimi_jax.ledger.constants import Constants
+from kimi_jax.ledger.part import PARTS
+from kimi_jax.ledger.rates import Network, transfer
+from kimi_jax.ledger.step import Work, ledger
+from kimi_jax.parallel.sharding import cache_multiple, rules
 from kimi_jax.profiling import traffic
 from kimi_jax.profiling.case import Case
-from kimi_jax.profiling.compile import Compiled, Placed, held_arrays
-from kimi_jax.profiling.hlo import PARTS, Module
+from kimi_jax.profiling.compile import Compiled, held_arrays
+from kimi_jax.profiling.hlo import Module
 from kimi_jax.profiling.messages import Collective, collectives
-from kimi_jax.profiling.necessary import (
-    Need,
-    needs,
-    read_weights,
-    state_bytes,
-    touched_experts,
-    weight_bytes,
-    weight_part,
-)
+from kimi_jax.profiling.placed import Placed, read_whole, state_bytes, weight_bytes, weight_part
 from meshes.hardware import GPU, gpu
 from pallas_kernels.assembler import Assembled
 
@@ -84,7 +78,8 @@ class PartReport:
     """One part of one execution on one device."""
 
     part: str
-    need: Need
+    need: Work
+    """The least that it must read and compute, by the ledger."""
     weight_bytes_read: int
     """Of weights, by the compiled instructions; kernels are taken to read their operands whole."""
     weight_bytes_held: int
@@ -223,7 +218,7 @@ def make_report(compiled: Compiled, whole: Case | None = None) -> Report:
     case, module = compiled.case, Module(compiled.text)
     card = gpu(case.gpu or case.preset.gpu_names[0])  # without a card: only for the route of a message
     timed = case.gpu is not None
-    needed, held = needs(case, compiled.weights), weight_bytes(read_weights(case, compiled.weights))
+    needed, held = ledger(case.step), weight_bytes(read_whole(case.program, compiled.weights))
     names = {array.name for array in compiled.weights}
     vectors = {array.name for array in compiled.weights if len(array.shape) == 1}
     read: Counter[tuple[str, str]] = Counter()
@@ -236,14 +231,16 @@ def make_report(compiled: Compiled, whole: Case | None = None) -> Report:
         read[part, "weights" if array in names and kind != "embedding" else kind] += num_bytes
         if kind != "experts":
             moved[part] += num_bytes
-    moved["experts"] += round(needed.get("experts", Need()).hbm_bytes)
+    moved["experts"] += round(needed["experts"].total.hbm_bytes)
     sent, kernels = collectives(module, case.preset.layout.axis_sizes), traffic.kernels(module)
-    network = Network(card, case.preset.topology, Constants(), LINKS[card.local_link.name])
+    network = Network.of(case.preset, card)
     parts = []
     for part in PARTS:
         messages = tuple(c for c in sent if c.part == part)
-        transfers = [transfer(network, case, message).times(message.count) for message in messages]
-        need = needed.get(part, Need())
+        transfers = [
+            transfer(network, case.preset.span(*each.axes), each.message).times(each.count) for each in messages
+        ]
+        need = needed[part].total
         parts.append(
             PartReport(
                 part=part,
@@ -275,7 +272,7 @@ def make_report(compiled: Compiled, whole: Case | None = None) -> Report:
         materialised=tuple(_with_part(found, names) for found in traffic.materialised(module)),
         host_transfers=tuple(traffic.host_transfers(module)),
         custom_calls=traffic.custom_calls(module),
-        touched_experts=touched_experts(case),
+        touched_experts=case.step.experts.experts,
         lower_seconds=compiled.lower_seconds,
         compile_seconds=compiled.compile_seconds,
         host_bytes=compiled.host_bytes,
@@ -291,20 +288,6 @@ def _with_part(found: traffic.Materialised, weights: set[str]) -> traffic.Materi
     return found
 
 
-def transfer(network: Network, case: Case, message: Collective) -> Transfer:
-    """One message's least bytes on each link, and its fixed cost."""
-    span = case.preset.span(*message.axes)
-    if span.size == 1:
-        return Transfer()
-    if message.kind == "all-reduce":
-        return all_reduce(network, span, message.bytes)
-    if message.kind in ("all-gather", "reduce-scatter"):
-        return gather_and_scatter(network, span, message.bytes).times(0.5)
-    sent = message.bytes * (span.size - 1) / span.size
-    local = sent if span.domains == 1 else 0.0
-    return Transfer(latency_us=network.link.nccl_us, local_bytes=local, network_bytes=sent - local)
-
-
 def holdings(
     case: Case, weights: tuple[Placed, ...], state: tuple[Placed, ...], temporaries: int, card: GPU | None
 ) -> Holdings:
@@ -318,9 +301,10 @@ def holdings(
     reserve = Constants().reserve_bytes
     free = card.hbm_bytes - reserve - sum(held.values())
     each = (sum(kept.values()) + temporaries) / case.device_requests
-    most_requests = max(0, math.floor(free / each)) * case.layout_multiple
+    most_requests = max(0, math.floor(free / each)) * case.preset.layout.groups
+    multiple = cache_multiple(rules(case.preset.layout), case.preset.layout.axis_sizes)
     rest = free - kept["context"] - kept["other"] - temporaries
-    positions = max(0, math.floor(rest / (kept["cache"] / case.capacity))) // CACHE_MULTIPLE * CACHE_MULTIPLE
+    positions = max(0, math.floor(rest / (kept["cache"] / case.capacity))) // multiple * multiple
     most_context = min(max(0, positions - case.depth - 1), case.config.max_position_embeddings)
     return Holdings(
         held, kept["cache"], kept["context"], kept["other"], temporaries, reserve, card.hbm_bytes,

@@ -42,7 +42,7 @@ class RoutingStatistics:
     """Measured on held-out texts."""
 
     counts: list[list[int]]
-    """Rows that chose each expert, by layer: what `estimator.routing.from_file` reads."""
+    """Rows that chose each expert, by layer: what `ledger.routing.from_file` reads."""
     distinct: list[Distinct]
     tree_diversity: float
     """Share of a tree's rows that count as independent, fitted to `distinct` by least squares."""

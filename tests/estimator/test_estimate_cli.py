@@ -9,6 +9,7 @@ import tyro
 from rich.console import Console
 
 from kimi_jax.commands import estimate
+from kimi_jax.config import ModelConfig
 from kimi_jax.estimator import search
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "estimate.py"
@@ -46,7 +47,7 @@ def test_options_reach_the_estimate(main, capsys, tmp_path):
     assert speed("--input-tokens", "8192") < base
     assert speed("--no-eplb") < base
     long = ("--context", "65536", "--dp", "2", "--ep", "1")
-    assert speed(*long, "--split-cache") > speed(*long)
+    assert speed(*long, "--cache", "split") > speed(*long)
 
 
 def test_a_search_keeps_the_axes_that_are_given_and_chooses_the_others(main, capsys):
@@ -93,7 +94,7 @@ def test_tables_fit_80_columns_and_keep_their_words(main, capsys, monkeypatch, n
     [
         ("recommend", "--mesh", "nvl72", "--concurrency", "64"),
         ("recommend", "--mesh", "hgx-ib-16", "--context", "262144", "--try-split-cache", "--budgets", "0"),
-        ("point", "--mesh", "nvl72", "--dp", "2", "--tp", "4", "--experts", "width", "--split-cache"),
+        ("point", "--mesh", "nvl72", "--dp", "2", "--tp", "4", "--experts", "width", "--cache", "split"),
         ("smallest", "--least-speed", "100", "--concurrency", "64", "--gpu", "gb200"),
     ],
 )
@@ -111,8 +112,8 @@ def test_decode_accepts_the_command(main, capsys, arguments):
     assert machine.name == found["mesh"]
     assert machine.layout.num_devices == found["gpus"]
     assert search.describe(machine.layout) == found["layout"]
-    assert (options.speculation, options.budget) == (None if found["budget"] else "none", found["budget"] or 16)
-    if "--split-cache" in arguments:
+    assert (options.speculation, options.budget) == (None if found["budget"] else "none", found["budget"] or "auto")
+    if "split" in arguments:
         assert machine.layout.cache == "split"
 
 
@@ -190,9 +191,33 @@ def test_check_refuses_before_it_compiles(main, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [("--mesh", "hgx-ib", "--gpu", "h200"), ("--mesh", "nvl72", "--split-cache")])
+@pytest.mark.parametrize("place", [("--mesh", "hgx-ib", "--gpu", "h200"), ("--mesh", "nvl72", "--cache", "split")])
 def test_estimator_and_compiler_agree_at_full_width(place):
     command = [sys.executable, SCRIPT, "check", *place, "--layers", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:] + done.stdout
     assert "Estimator and compiler agree." in done.stdout
+
+
+def test_any_model_of_the_family(main, capsys, tmp_path):
+    """The bundled small model with its drafter, and a model of K2.6's sizes with fewer experts."""
+    assets = Path(__file__).parents[2] / "kimi_jax" / "assets"
+    small = ["--checkpoint", str(assets / "small"), "--drafter", str(assets / "small_drafter")]
+    place = ["point", "--mesh", "local", "--gpu", "h200", "--json"]
+    main([*place, *small, "--tp", "2", "--budget", "7"])
+    data = json.loads(capsys.readouterr().out)
+    config = ModelConfig.from_json(assets / "small")
+    experts = 3 * config.hidden_size * config.moe_intermediate_size * (4 / 8 + 2 / config.quantization_group_size)
+    held = config.num_moe_layers * config.n_routed_experts / 2 * experts
+    assert data["memory"]["weights"]["experts"] == pytest.approx(held)
+    assert data["parts"]["drafter"]["ms"] > 0
+    raw = json.loads((assets / "k26_config.json").read_text())
+    raw["text_config"]["n_routed_experts"] = 96
+    other = tmp_path / "config.json"
+    other.write_text(json.dumps(raw))
+    main([*place, "--checkpoint", str(other), "--tp", "8"])
+    data = json.loads(capsys.readouterr().out)
+    assert data["memory"]["weights"]["experts"] == pytest.approx(60 * 96 * 24_772_608 / 8)
+    with pytest.raises(SystemExit):
+        main([*place, "--checkpoint", str(other), "--drafter", str(assets / "small_drafter")])
+    assert "does not fit the target" in capsys.readouterr().err

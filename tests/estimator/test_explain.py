@@ -2,11 +2,11 @@ import dataclasses
 
 import pytest
 
-from kimi_jax.estimator.constants import Constants
 from kimi_jax.estimator.explain import explain
 from kimi_jax.estimator.kernels import KERNELS
 from kimi_jax.estimator.scenario import make_scenario
 from kimi_jax.estimator.step import estimate
+from kimi_jax.ledger.constants import Constants
 from meshes import gpu, preset
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kimi_jax.estimator import collectives
-from kimi_jax.estimator.constants import LINKS, Constants
-from kimi_jax.estimator.routing import Routing
 from kimi_jax.estimator.scenario import make_scenario
 from kimi_jax.estimator.step import estimate
+from kimi_jax.ledger import rates
+from kimi_jax.ledger.constants import LINKS, Constants
+from kimi_jax.ledger.routing import Routing
+from kimi_jax.parallel.messages import Message
 from meshes import AxisSpan, Layout, Preset, Topology, gpu
 
 DATA = Path(__file__).parent / "data"
@@ -22,18 +23,18 @@ def table(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def network(card: str, gpus: int) -> collectives.Network:
+def network(card: str, gpus: int) -> rates.Network:
     found = gpu(card)
     domain, node = (72, 4) if card.startswith("gb") else (8, 8)
     topology = Topology(max(gpus, domain), node, domain)
-    return collectives.Network(found, topology, Constants(), LINKS[found.local_link.name])
+    return rates.Network(found, topology, Constants(), LINKS[found.local_link.name])
 
 
 def test_all_reduce():
     ratios = {}
     for row in table("all_reduce.csv"):
         n = int(row["gpus"])
-        predicted = collectives.all_reduce(network(row["gpu"], n), AxisSpan(n, 1), int(row["bytes"])).us
+        predicted = rates.all_reduce(network(row["gpu"], n), AxisSpan(n, 1), int(row["bytes"])).us
         ratios[row["gpu"], n, int(row["bytes"])] = predicted / float(row["us"])
     nvlink = [ratio for key, ratio in ratios.items() if key[0] != "rtx-pro-6000"]
     assert len(nvlink) > 80
@@ -44,15 +45,22 @@ def test_all_reduce():
     assert np.median(list(ratios.values())) == pytest.approx(1, abs=0.05)
 
 
+def exchange(net: rates.Network, span: AxisSpan, rows: int, dispatch_bytes: int, what: str = "us") -> list[float]:
+    """One figure of the dispatch of rows of 7168 values to 8 experts each, and of the combination of their sums."""
+    sent = (
+        Message("rows to experts", "dispatch", ("ep",), rows * 7168 * dispatch_bytes, copies=8),
+        Message("sums back", "combine", ("ep",), rows * 7168 * 2, copies=8),
+    )
+    return [getattr(rates.transfer(net, span, message), what) for message in sent]
+
+
 def test_exchange():
     ratios = []
     for row in table("exchange.csv"):
         n, is_rack = int(row["ranks"]), row["gpu"] == "gb200"
         span = AxisSpan(n, 1 if is_rack else n // 8)
-        transfer = collectives.dispatch_and_combine(
-            network(row["gpu"], n), span, int(row["tokens"]), 8, 7168, 2 if is_rack else 1
-        )
-        ratios.append(transfer.us / float(row["us"]))
+        us = sum(exchange(network(row["gpu"], n), span, int(row["tokens"]), 2 if is_rack else 1))
+        ratios.append(us / float(row["us"]))
     assert min(ratios) > 0.8
     assert max(ratios) < 1.2
 
@@ -107,7 +115,6 @@ def test_units():
         link=replace(LINKS["NVLink 5"], nccl_us=0.0),
         gpu=replace(gpu("b300"), local_link=replace(gpu("b300").local_link, bytes_per_s=1e12)),
     )
-    both = collectives.gather_and_scatter(bare, AxisSpan(8, 1), 8 / 7 * 1e9)
-    assert both.us == pytest.approx(2 * 1000)
-    row = collectives.dispatch_and_combine(network("b300", 64), AxisSpan(64, 8), 256, 8, 7168, 2)
-    assert row.network_bytes < 256 * 7 * 7168 * 4
+    one = rates.transfer(bare, AxisSpan(8, 1), Message("rows", "all-gather", ("ep",), 8 / 7 * 1e9))
+    assert one.us == pytest.approx(1000)
+    assert sum(exchange(network("b300", 64), AxisSpan(64, 8), 256, 2, "network_bytes")) < 256 * 7 * 7168 * 4

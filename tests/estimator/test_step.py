@@ -4,10 +4,11 @@ import itertools
 import pytest
 
 from kimi_jax.estimator.scenario import Prefill, make_scenario
-from kimi_jax.estimator.step import PARTS, estimate
+from kimi_jax.estimator.step import TIMED, estimate
 from meshes import Layout, LayoutError, gpu, preset
 
 MACHINES = (("hgx-ib-8", "b300"), ("hgx-ib-16", "h200"), ("nvl36", "gb200"), ("nvl72", "gb300"))
+SPLIT, SPLIT_RACK = Layout(tp=8, cache="split"), Layout(ep=9, tp=8, cache="split")
 
 
 def scenario(mesh="hgx-ib-8", card="b300", layout=None, **options):
@@ -36,7 +37,7 @@ def test_no_estimate_beats_the_limit():
             s = dataclasses.replace(s, kernels=make_scenario(
                 s.preset, s.gpu, concurrency=1, context=1, kernel_library=kernels).kernels)  # fmt: skip
             e = estimate(s)
-            assert tuple(e.parts) == PARTS
+            assert tuple(e.parts) == TIMED
             assert e.step_ms >= e.limit_ms
             for name, part in e.parts.items():
                 assert part.ms >= part.limit_ms(s.gpu) * (1 - 1e-9), (name, s.preset.layout)
@@ -75,7 +76,7 @@ def test_bytes_of_one_row_on_one_node_by_hand():
     zipf_experts = parts["experts"].hbm_bytes * 8 / 24_772_608
     assert zipf_experts == pytest.approx(8, rel=1e-3)
     assert parts["shared_expert"].hbm_bytes == 3 * 7168 * 2048 * 2 / 8
-    assert parts["head"].hbm_bytes == 163840 * 7168 * 2 / 8
+    assert parts["head"].hbm_bytes == 163840 * 7168 * 2 / 8 + 7168 * 2  # with the last norm
     assert parts["dense"].hbm_bytes == 3 * 7168 * 18432 * 2 / 8
     # 122 all-reduces in the layers and one of the embedding; one row of 7168 bfloat16 values.
     assert parts["reductions"].count == 123
@@ -94,9 +95,9 @@ def test_cache_is_read_once_a_request_and_repeated_over_tp():
     assert tree.hbm_bytes - plain.hbm_bytes == pytest.approx(8 * elementwise)
     projections = (7168 * 2112 + 1536 + 512 + 2 * 7168 + 64 * (1536 * 192 + 512 * 256 + 128 * 7168) / 8) * 2
     assert plain.hbm_bytes == pytest.approx(projections + cache + elementwise)
-    split = attention(is_cache_split=True)
+    split = attention(layout=SPLIT)
     assert plain.hbm_bytes - split.hbm_bytes == pytest.approx(cache * 7 / 8)
-    merged = estimate(scenario(context=100_000, concurrency=4, is_cache_split=True)).parts["reductions"]
+    merged = estimate(scenario(context=100_000, concurrency=4, layout=SPLIT)).parts["reductions"]
     assert merged.ms > estimate(scenario(context=100_000, concurrency=4)).parts["reductions"].ms
 
 
@@ -111,7 +112,7 @@ def test_messages_by_hand():
     assert sent["head"] == pytest.approx(2 * 8 * 8 * 7 / 8)  # a word and its logit of each rank for each row
     assert sent["tree"] == pytest.approx(1 * 8 * (8 + 4) * 7 / 8)  # one candidate and a log-sum-exp
     assert sent["drafter"] == pytest.approx(13 * 8 * row * 7 / 8 + 2 * row * 7 / 8)
-    split = estimate(scenario("nvl72", "gb300", concurrency=9, budget=1, is_cache_split=True)).parts["reductions"]
+    split = estimate(scenario("nvl72", "gb300", SPLIT_RACK, concurrency=9, budget=1)).parts["reductions"]
     assert split.count * split.messages == pytest.approx(4 * 61 + 1)
     heads = 2 * 64 * (2 * 576 + 2 * 512 + 4) * 7 / 8
     assert split.count * split.local_bytes == pytest.approx(123 * 2 * row * 7 / 8 + 61 * heads)

@@ -1,17 +1,11 @@
+import dataclasses
 import re
 
 import pytest
 
-from meshes import AXES, PRESETS, Layout, LayoutError, check_layout, expert_slots, preset
-from meshes.rules import model_dimensions
-
-K26 = dict(
-    num_heads=64,
-    widths={"shared expert width": 2048, "dense width": 18432},
-    vocab_size=163840,
-    expert_width=2048,
-    group_size=32,
-)
+from kimi_jax.ledger.layout_rules import check, dimensions
+from kimi_jax.ledger.models import k26
+from meshes import AXES, PRESETS, Layout, LayoutError, expert_slots, preset
 
 
 @pytest.mark.parametrize(
@@ -34,7 +28,7 @@ def test_default_layouts(name, axes, gpus, slots):
     assert tuple(layout.axis_sizes.values()) == axes
     assert layout.num_devices == gpus
     assert expert_slots(384, layout.expert_ranks) == slots
-    check_layout(layout, **K26)
+    check(k26(), layout)
 
 
 def test_hgx_ib_alone_is_sixteen():
@@ -110,7 +104,7 @@ def test_overriding_axes_keeps_the_rest_of_the_layout():
 @pytest.mark.parametrize("tp", [3, 36, 72, 128])
 def test_tp_that_cuts_a_weight_unevenly_is_refused_with_the_sizes_that_work(tp):
     with pytest.raises(LayoutError, match=re.escape("tp sizes that work are 1, 2, 4, 8, 16, 32, 64")) as error:
-        check_layout(Layout(tp=tp), **K26)
+        check(k26(), Layout(tp=tp))
     assert "attention heads 64" in str(error.value)
 
 
@@ -124,9 +118,9 @@ def test_tp_that_cuts_a_weight_unevenly_is_refused_with_the_sizes_that_work(tp):
 )
 def test_the_nearest_layouts_are_named(layout, near):
     with pytest.raises(LayoutError, match=re.escape(f"nearest layouts: {near}") + "$"):
-        check_layout(layout, **K26)
+        check(k26(), layout)
     for dp, ep, tp in re.findall(r"dp (\d+) × ep (\d+) × tp (\d+)", near):
-        check_layout(Layout(int(dp), int(ep), int(tp)), **K26)
+        check(k26(), Layout(int(dp), int(ep), int(tp)))
 
 
 @pytest.mark.parametrize(("field", "choices"), [("experts", "'slots' or 'width'"), ("cache", "'copied' or 'split'")])
@@ -137,16 +131,16 @@ def test_unknown_choices_are_refused(field, choices):
 
 def test_dimensions_that_are_padded_never_refuse_a_layout():
     layout = Layout(ep=9, tp=8)
-    experts = model_dimensions(layout, **K26, num_experts=384)[-1]
+    experts = dimensions(k26(), layout)[-1]
     assert (experts.ranks(layout), experts.each(layout), experts.fits(layout)) == (72, 6, True)
     assert expert_slots(384, 72) == 72 * 6
 
 
 def test_expert_width_is_only_cut_between_groups():
-    narrow = K26 | {"expert_width": 64}
-    check_layout(Layout(tp=4, experts="slots"), **narrow)
+    narrow = dataclasses.replace(k26(), moe_intermediate_size=64)
+    check(narrow, Layout(tp=4, experts="slots"))
     with pytest.raises(LayoutError, match=r"expert width in groups of 32 2: tp sizes that work are 1, 2;"):
-        check_layout(Layout(tp=4, experts="width"), **narrow)
+        check(narrow, Layout(tp=4, experts="width"))
 
 
 def test_expert_ranks_follow_the_choice_of_slots_or_width():

@@ -64,7 +64,7 @@ def exchanges(name: str) -> list[tuple[str, str]]:
     backends = ["allgather", "alltoall"] if layout.ep > 1 else ["auto"]
     found = [("slots", backend) for backend in backends]
     if 1 < layout.tp <= CONFIG.moe_intermediate_size // CONFIG.quantization_group_size:
-        found += [("width", "tensor"), *([("width", "alltoall")] if layout.ep > 1 else [])]
+        found += [("width", backend) for backend in backends]
     return found
 
 

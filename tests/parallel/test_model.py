@@ -32,7 +32,7 @@ NVL72 = preset("nvl72")
     ("machine", "exchange", "experts"),
     [
         pytest.param(HGX, "alltoall", "slots", id="hgx-ib-16 alltoall"),
-        pytest.param(HGX, "tensor", "width", id="hgx-ib-16 tensor"),
+        pytest.param(HGX, "allgather", "width", id="hgx-ib-16 width"),
         *(
             pytest.param(machine, exchange, "slots", id=name, marks=pytest.mark.slow)
             for name, machine, exchange in (

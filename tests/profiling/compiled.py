@@ -12,8 +12,8 @@ from pathlib import Path
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.drafter.config import DrafterConfig
-from kimi_jax.estimator.model import k26
-from kimi_jax.profiling.case import Case, Program, kimi_drafter, with_layers
+from kimi_jax.ledger.models import k26, kimi_drafter
+from kimi_jax.profiling.case import Case, Program, with_layers
 from kimi_jax.profiling.compile import compile_program
 from meshes.presets import preset
 

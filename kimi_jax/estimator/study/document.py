@@ -6,17 +6,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kimi_jax.estimator import search
-from kimi_jax.estimator.collectives import Network, all_reduce_algorithms
-from kimi_jax.estimator.constants import LINKS, Constants
 from kimi_jax.estimator.explain import explain
 from kimi_jax.estimator.kernels import KERNELS, kernels
 from kimi_jax.estimator.report import number, percent
-from kimi_jax.estimator.routing import uniform
 from kimi_jax.estimator.scenario import Scenario, make_scenario
 from kimi_jax.estimator.search import Comparison, Family
 from kimi_jax.estimator.step import Estimate, estimate
 from kimi_jax.estimator.study import original, published
 from kimi_jax.estimator.study.errata import errata, markdown_table
+from kimi_jax.ledger.constants import LINKS, Constants
+from kimi_jax.ledger.rates import Network, all_reduce_algorithms
+from kimi_jax.ledger.routing import uniform
 from meshes import Preset, gpu
 
 COMMAND = "uv run scripts/estimate.py docs"
@@ -264,7 +264,7 @@ def _trees() -> Iterator[str]:
         f"chain yields {s.acceptance.chain_length():.2f}): {lengths}. A block of 8 can never yield more than 8."
     )
     yield ""
-    routing = uniform(384, 8)
+    routing = uniform(s.model.n_routed_experts, s.model.num_experts_per_tok)
     experts = ", ".join(f"{m}: {routing.distinct_experts(m):.1f}" for m in (1, 9, 17, 33, 65, 256))
     yield (
         f"Every row also reads experts. Distinct experts of 384 by rows, uniform routing: {experts}. Rows of one tree "

@@ -3,21 +3,28 @@
 from collections.abc import Iterable, Iterator
 
 from kimi_jax.estimator.acceptance import rate_for_length
-from kimi_jax.estimator.model import K26_PRECISION, Weights, cache_bytes_per_token, k26, weight_bytes
-from kimi_jax.estimator.routing import uniform
-from kimi_jax.estimator.scenario import check_model_layout
-from meshes import LayoutError, expert_slots, preset
+from kimi_jax.ledger.models import k26
+from kimi_jax.ledger.routing import uniform
+from meshes import Layout, LayoutError, expert_slots, preset
 
 
 def errata() -> Iterator[str]:
     """A Markdown section: each claim, whether it holds, and the derivation."""
-    model, w, total = k26(), Weights(k26()), weight_bytes(k26())
+    # These import jax, for which `--help` should not wait.
+    from kimi_jax.ledger.step import Step, cache_bytes, ledger
+    from kimi_jax.ledger.weights import model_held
+
+    model = k26()
+    one_token = Step(model, Layout(), requests=1, rows=1, context=1)
+    total = {part: need.weights for part, need in ledger(one_token).items() if need.weights}
     layers = model.num_moe_layers
-    packed = layers * model.n_routed_experts * w.expert / 2
+    experts = model_held(model, Layout(), one_token.dtype, model.n_routed_experts)["experts"]
+    expert, packed = experts.values / layers / model.n_routed_experts, experts.values / 2
+    expert_bytes = experts.bytes / layers / model.n_routed_experts
     rest = sum(total.values()) - total["experts"]
-    active = layers * 8 * w.expert * K26_PRECISION.expert_bits / 8
+    active = layers * model.num_experts_per_tok * expert_bytes
     row = model.hidden_size * 2
-    routing = uniform(384, 8)
+    routing = uniform(model.n_routed_experts, model.num_experts_per_tok)
     yield "## Which of its claims hold, and which do not"
     yield ""
     claims = (
@@ -25,13 +32,13 @@ def errata() -> Iterator[str]:
          f"{model.n_routed_experts} routed and {model.n_shared_experts} shared; {layers} MoE layers and "
          f"{model.first_k_dense_replace} dense one, not 61"),
         ("an expert is 22 MB, all are 507 GB", "packed numbers only",
-         f"3 · 7168 · 2048 · ½ B = {w.expert / 2e6:.2f} MB; with a bfloat16 scale for each 32, "
-         f"{w.expert * 4.5 / 8e6:.2f} MB. "
+         f"3 · 7168 · 2048 · ½ B = {expert / 2e6:.2f} MB; with a bfloat16 scale for each 32, "
+         f"{expert_bytes / 1e6:.2f} MB. "
          f"All: {packed / 1e9:.1f} GB packed, {total['experts'] / 1e9:.1f} GB with scales"),
         ("about 40 GB besides the experts, 548 GB in all", "no",
          f"{rest / 1e9:.1f} GB besides, {sum(total.values()) / 1e9:.1f} GB in all"),
         ("one token reads 11.9 GB", "experts only",
-         f"8 · {w.expert * 4.5 / 8e6:.2f} MB · {layers} = {active / 1e9:.2f} GB of experts, and "
+         f"8 · {expert_bytes / 1e6:.2f} MB · {layers} = {active / 1e9:.2f} GB of experts, and "
          f"{(rest - total['embedding']) / 1e9:.1f} GB of everything else"),
         ("with one stream about 9 experts are active", "for one row only",
          f"a tree of 9 rows touches {routing.distinct_experts(9):.1f} of 384, "
@@ -42,7 +49,7 @@ def errata() -> Iterator[str]:
         ("tp 72", "impossible", _refusal()),
         ("EP-36 and EP-72 with 10.7 and 5.3 experts a GPU", "impossible without replicas",
          f"experts come whole: {expert_slots(384, 36)} slots on 36, {expert_slots(384, 72)} on 72, "
-         f"so the fullest GPU reads 6 at 72, {6 * w.expert * 4.5 / 8 * layers / 8e12 * 1e3:.2f} ms at 8 TB/s, not 0.9"),
+         f"so the fullest GPU reads 6 at 72, {6 * expert_bytes * layers / 8e12 * 1e3:.2f} ms at 8 TB/s, not 0.9"),
         ("61 or 120 all-reduces", "no",
          f"{2 * model.num_hidden_layers} and one for the logits under tp; an expert exchange is {2 * layers} "
          f"all-to-alls"),
@@ -57,7 +64,7 @@ def errata() -> Iterator[str]:
          "both ranges are one step time each (18.3 and 12.8 ms) and an acceptance from 10.5 to 14"),
         ("303 tokens/s", "a projection", "nothing was measured; all-reduces are left out"),
         ("HGX is best run as tp 8 replicas", "for few users only",
-         f"every tp rank holds and reads the whole latent cache, {cache_bytes_per_token(model):,.0f} B a token"),
+         f"every tp rank holds and reads the whole latent cache, {cache_bytes(one_token):,.0f} B a token"),
         ("expert parallelism scales more than linearly", "no",
          "its own table: 3.5 times the speed for 9 times the GPUs"),
     )  # fmt: skip
@@ -65,8 +72,10 @@ def errata() -> Iterator[str]:
 
 
 def _refusal() -> str:
+    from kimi_jax.ledger import layout_rules
+
     try:
-        check_model_layout(preset("nvl72").with_axes(ep=1, tp=72), k26())
+        layout_rules.check(k26(), preset("nvl72").with_axes(ep=1, tp=72).layout)
     except LayoutError as error:
         return str(error)
     raise AssertionError("tp 72 was not refused")

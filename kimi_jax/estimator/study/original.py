@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from kimi_jax.estimator import search
 from kimi_jax.estimator.acceptance import rate_for_length
-from kimi_jax.estimator.model import Drafter
 from kimi_jax.estimator.scenario import default_acceptance, make_scenario
 from kimi_jax.estimator.step import Estimate, estimate
+from kimi_jax.ledger.models import kimi_drafter
 from meshes import Layout, Preset, expert_slots, gpu, preset
 
 EXPERTS_ONE_GPU_MS = {9: 15.9, 33: 42.7}
@@ -89,7 +89,7 @@ def _corrected(machine: Preset, layout: Layout, concurrency: int, rows: int, con
     return estimate(
         make_scenario(
             replace(machine, layout=layout), gpu(machine.gpu_names[0]), concurrency=concurrency, context=context,
-            budget=rows - 1, drafter=Drafter(block_size=block),
+            budget=rows - 1, drafter=replace(kimi_drafter(), block_size=block),
             acceptance=default_acceptance(block, rate_for_length(ACCEPTED[rows], block)),
         )
     )  # fmt: skip

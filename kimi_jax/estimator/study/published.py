@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 from kimi_jax.estimator import step
 from kimi_jax.estimator.acceptance import Acceptance, rate_for_length
-from kimi_jax.estimator.model import Precision, k26
 from kimi_jax.estimator.scenario import Prefill, default_acceptance, make_scenario
 from kimi_jax.estimator.step import Estimate
+from kimi_jax.ledger.models import k26
+from kimi_jax.ledger.precision import Precision
 from meshes import Layout, Preset, Topology, gpu
 
 OVERLAP = 0.0

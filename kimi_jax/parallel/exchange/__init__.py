@@ -2,32 +2,49 @@
 
 `allgather` sends every row to every expert rank. `alltoall` sends a row to the ranks it chose, through buffers sized
 for the expected load, and takes the exact path of `allgather` in a step whose rows do not fit. `ragged` sends exactly
-the rows that are due, on GPUs. `tensor` is for experts cut along their width, which need no exchange inside tp.
+the rows that are due, on GPUs. `ideal` runs nowhere: it says what the best public kernels send, for estimates.
 """
 
+from kimi_jax.parallel.exchange import all_gather, all_to_all, ideal, ragged_all_to_all
 from kimi_jax.parallel.exchange.all_gather import allgather
 from kimi_jax.parallel.exchange.all_to_all import alltoall, auto
-from kimi_jax.parallel.exchange.base import Exchange, LocalExperts, gather_together
-from kimi_jax.parallel.exchange.expert_width import tensor
+from kimi_jax.parallel.exchange.base import Backend, Exchange, LocalExperts, Messages, Traffic, gather_together
 from kimi_jax.parallel.exchange.ragged_all_to_all import ragged
+from meshes.presets import LayoutError
 
-BACKENDS: dict[str, Exchange] = {
-    "auto": auto,
-    "allgather": allgather,
-    "alltoall": alltoall,
-    "ragged": ragged,
-    "tensor": tensor,
+BACKENDS: dict[str, Backend] = {
+    "auto": Backend(auto, all_to_all.auto_messages),
+    "allgather": Backend(allgather, all_gather.messages),
+    "alltoall": Backend(alltoall, all_to_all.messages),
+    "ragged": Backend(ragged, ragged_all_to_all.messages),
 }
 """By the name that a layout's field `exchange` takes. `auto` picks by the number of rows; it never picks `ragged`."""
 
+
+def backend(name: str) -> Backend:
+    """The exchange of a layout. Raises LayoutError for an unknown name, with those that are known."""
+    if name not in BACKENDS:
+        raise LayoutError(f"exchange is {name!r}: choose from {', '.join(BACKENDS)}")
+    return BACKENDS[name]
+
+
+def messages_of(name: str) -> Messages:
+    """What an exchange declares, `ideal` included. Raises LayoutError for an unknown name."""
+    return ideal.messages if name == "ideal" else backend(name).messages
+
+
 __all__ = [
     "BACKENDS",
+    "Backend",
     "Exchange",
     "LocalExperts",
+    "Messages",
+    "Traffic",
     "allgather",
     "alltoall",
     "auto",
+    "backend",
     "gather_together",
+    "messages_of",
     "ragged",
-    "tensor",
 ]

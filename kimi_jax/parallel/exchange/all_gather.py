@@ -1,10 +1,13 @@
 """All-gather rows, local experts, reduce-scatter: the simplest exact exchange."""
 
+from collections.abc import Iterator
+
 import jax
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.parallel.collectives import axis_index, reduce_scatter
-from kimi_jax.parallel.exchange.base import LocalExperts, gather_together, local_slots
+from kimi_jax.parallel.exchange.base import EP, LocalExperts, Traffic, gather_together, local_slots
+from kimi_jax.parallel.messages import Message
 
 
 def allgather(
@@ -22,3 +25,10 @@ def allgather(
     partial = experts(rows, local_slots(slots, axis_index(expert_axes), num_local), weights)
     with jax.named_scope("exchange"):
         return reduce_scatter(partial, "ep")
+
+
+def messages(traffic: Traffic) -> Iterator[Message]:
+    """All rows of all ep ranks with their choices, and as many sums back."""
+    rows = traffic.layout.ep * traffic.rows
+    yield Message("rows to experts", "all-gather", EP, rows * (traffic.row_bytes + traffic.choice_bytes))
+    yield Message("sums back", "reduce-scatter", EP, rows * traffic.sum_bytes)

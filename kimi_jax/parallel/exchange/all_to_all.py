@@ -4,21 +4,27 @@ A rank's buffer takes rows with the ids of its local slots, not rows grouped by 
 one rank travels once and comes back as one weighted sum, and the INT4 kernel groups rows by expert itself.
 """
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.parallel.collectives import axis_size
 from kimi_jax.parallel.counters import report_overflow
+from kimi_jax.parallel.exchange import all_gather
 from kimi_jax.parallel.exchange.all_gather import allgather
 from kimi_jax.parallel.exchange.base import (
+    EP,
     LocalExperts,
+    Traffic,
     column_ranks,
     local_slots,
     pack_columns,
     unpack_columns,
 )
-from kimi_jax.parallel.exchange_choice import OVERFLOW, buffer_rows, chosen
+from kimi_jax.parallel.exchange.choice import OVERFLOW, buffer_rows, chosen
+from kimi_jax.parallel.messages import WORD, Message
 
 
 def alltoall(
@@ -81,6 +87,17 @@ def _swap(words: Array) -> Array:
     return jax.lax.all_to_all(words, "ep", split_axis=0, concat_axis=0, tiled=True)
 
 
+def messages(traffic: Traffic) -> Iterator[Message]:
+    """Full buffers both ways; a row travels with its choices and the word on overflow.
+
+    A step whose buffers overflow sends the first of them, and then what `allgather` sends.
+    """
+    peers = traffic.layout.ep
+    rows = peers * buffer_rows(traffic.rows, traffic.top_k, traffic.num_slots, traffic.num_local, peers)
+    yield Message("rows to experts", "all-to-all", EP, rows * (traffic.row_bytes + traffic.choice_bytes + WORD))
+    yield Message("sums back", "all-to-all", EP, rows * traffic.sum_bytes)
+
+
 def auto(
     rows: Float[Array, "rows hidden"],
     slots: Int[Array, "rows top_k"],
@@ -95,3 +112,9 @@ def auto(
     name = chosen(rows.shape[0], slots.shape[1], num_slots, num_local, axis_size("ep"))
     backend = alltoall if name == "alltoall" else allgather
     return backend(rows, slots, weights, experts, num_local, expert_axes=expert_axes)
+
+
+def auto_messages(traffic: Traffic) -> Iterator[Message]:
+    """Those of the exchange `chosen`."""
+    name = chosen(traffic.rows, traffic.top_k, traffic.num_slots, traffic.num_local, traffic.layout.ep)
+    return messages(traffic) if name == "alltoall" else all_gather.messages(traffic)

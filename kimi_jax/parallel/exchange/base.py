@@ -1,6 +1,7 @@
-"""The signature that all exchanges share, and how arrays of several types travel in one message."""
+"""What all exchanges share: their signature, how they say what they send, and how arrays travel in one message."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import jax
@@ -9,6 +10,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped, UInt32
 
 from kimi_jax.parallel.collectives import all_gather, axis_index, axis_size
+from kimi_jax.parallel.messages import WORD, Message
+from meshes.presets import Layout
+
+EP = ("ep",)
 
 LocalExperts = Callable[
     [Float[Array, "rows hidden"], Int[Array, "rows top_k"], Float[Array, "rows top_k"]], Float[Array, "rows hidden"]
@@ -34,6 +39,46 @@ class Exchange(Protocol):
         *,
         expert_axes: tuple[str, ...] = ("ep", "tp"),
     ) -> Float[Array, "rows hidden"]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What an exchange has to carry in one layer of a step, in plain numbers."""
+
+    layout: Layout
+    rows: int
+    """Of a device."""
+    row_bytes: float
+    """Of one row on its way to an expert."""
+    sum_bytes: float
+    """Of one row's weighted sum on its way back."""
+    top_k: int
+    num_slots: int
+    """Of one replica, over all its ranks."""
+    share: float = 1.0
+    """Row-expert pairs of the busiest rank over the mean."""
+
+    @property
+    def num_local(self) -> int:
+        """Slots of one rank."""
+        return self.num_slots // self.layout.expert_ranks
+
+    @property
+    def choice_bytes(self) -> int:
+        """Bytes of a row's choices: an id and a weight each."""
+        return 2 * WORD * self.top_k
+
+
+Messages = Callable[[Traffic], Iterable[Message]]
+"""What an exchange sends in one layer on more than one ep rank."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """An exchange: what it does, and what it sends. The ledger counts nothing that an exchange does not declare."""
+
+    run: Exchange
+    messages: Messages
 
 
 def local_slots(

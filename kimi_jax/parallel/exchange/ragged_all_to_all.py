@@ -4,6 +4,9 @@ Never the default: public reports tell of wrong values at 64 ranks (marin #8077)
 the link's bandwidth on one node (openxla/xla #33386). XLA has none for the CPU.
 """
 
+import math
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -11,12 +14,16 @@ from jaxtyping import Array, Float, Int
 from kimi_jax.parallel.collectives import axis_index, axis_size
 from kimi_jax.parallel.exchange.all_gather import allgather
 from kimi_jax.parallel.exchange.base import (
+    EP,
     LocalExperts,
+    Traffic,
     column_ranks,
     local_slots,
     pack_columns,
     unpack_columns,
 )
+from kimi_jax.parallel.exchange.choice import needed
+from kimi_jax.parallel.messages import WORD, Message
 
 
 def ragged(
@@ -57,6 +64,16 @@ def ragged(
         (returned,) = unpack_columns(back, [partial])
         summed = jnp.zeros(rows.shape, jnp.float32).at[order.reshape(-1)].add(returned.astype(jnp.float32))
         return summed.astype(rows.dtype)
+
+
+def messages(traffic: Traffic) -> Iterator[Message]:
+    """The rows that even choices would send, and how many of them are due to each rank."""
+    peers = traffic.layout.ep
+    due = math.ceil(traffic.rows * peers * needed(traffic.top_k, traffic.num_slots, traffic.num_local))
+    row_bytes = traffic.row_bytes + traffic.choice_bytes
+    yield Message("rows due by rank", "all-to-all", EP, WORD * peers)
+    yield Message("rows to experts, expected", "ragged-all-to-all", EP, due * row_bytes)
+    yield Message("sums back, expected", "ragged-all-to-all", EP, due * traffic.sum_bytes)
 
 
 def _refuse_cpu() -> None:

@@ -1,4 +1,4 @@
-"""Every constant of the estimator, with its unit, where it comes from and how sure that is."""
+"""Every constant of the rates, with its unit, where it comes from and how sure that is."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ class Constants:
     dense_bandwidth_fraction: float = _constant(
         0.82, "of HBM", "derived", f"{AIC}: bfloat16 GEMM of at most 64 rows, B300 65536×7168 in 143 µs, H200 alike"
     )
-    elementwise_bytes_per_row: float = _constant(
-        114_688, "B/row/layer", "derived", "two residual adds with norms: 2 × 4 passes over 7168 bfloat16 values"
+    elementwise_passes: float = _constant(
+        8, "passes/layer", "derived", "two residual adds with norms: 2 × 4 passes over a row's bfloat16 values"
     )
     router_us: float = _constant(5, "µs/layer", "assumed", "one small GEMM and a top-k; in-graph kernels are 2–5 µs")
     head_us: float = _constant(20, "µs/step", "assumed", "logits, argmax or sampling and their gather over tp")

@@ -37,6 +37,18 @@ class Routing:
         return _distinct(self, rows)
 
 
+@dataclass(frozen=True)
+class Routed:
+    """What routing makes of a step's rows on one rank, in each layer with experts."""
+
+    experts: float
+    """Different experts that it reads."""
+    pairs: float
+    """Row-expert pairs that it works on."""
+    share: float
+    """Its pairs over the mean."""
+
+
 @functools.lru_cache(maxsize=65536)
 def _distinct(routing: Routing, rows: float) -> float:
     if not routing.popularity:

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from kimi_jax.estimator import routing
+from kimi_jax.ledger import routing
 
 
 @pytest.mark.parametrize(("rows", "distinct"), [(1, 8.0), (9, 66.28), (17, 115.5), (33, 192.31), (256, 382.2)])

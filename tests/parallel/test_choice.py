@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import pytest
 
 from kimi_jax.decoding.kernels import picks
-from kimi_jax.estimator.model import k26
 from kimi_jax.estimator.scenario import make_scenario
 from kimi_jax.estimator.step import estimate
-from kimi_jax.parallel.messages import forward_messages
+from kimi_jax.ledger.models import k26, kimi_drafter
+from kimi_jax.ledger.step import ledger
 from kimi_jax.parallel.placement import even_placement
-from kimi_jax.profiling.case import Case, kimi_drafter
+from kimi_jax.profiling.case import Case
 from kimi_jax.profiling.tables import exchange_note
 from meshes import PRESETS, gpu, preset
 from meshes.devices import build_mesh
@@ -37,7 +37,6 @@ def test_all_agree(mesh, axes, requests, budget, name):
     machine, config = preset(mesh).with_axes(**axes), k26()
     layout, rows = machine.layout, budget + 1
     card = machine.gpu_names[0]
-    each = -(-requests // (layout.dp * layout.ep)) * rows
 
     case = Case(config, machine, card, requests, context=8192, budget=budget, drafter=kimi_drafter())
     assert case.exchange == name
@@ -47,8 +46,7 @@ def test_all_agree(mesh, axes, requests, budget, name):
         requests=requests, rows=rows, capacity=128,
     )[-1]  # fmt: skip
     assert (pick.operation, pick.implementation) == ("exchange", name)
-    told = forward_messages(config, layout, each, jnp.bfloat16, placement.num_slots)
-    kinds = {message.kind for message in told if "ep" in message.axes}
+    kinds = {message.kind for message in ledger(case.step)["exchange"].messages}
     assert kinds == ({"all-to-all"} if name == "alltoall" else {"all-gather", "reduce-scatter"})
 
     scenario = make_scenario(machine, gpu(card), concurrency=requests, context=8192, budget=budget)

@@ -1,7 +1,6 @@
-"""Which exchange carries a step's rows, and how large its buffers are: from sizes alone, and without jax.
+"""Which exchange carries a step's rows, and how large its buffers are: from sizes alone.
 
-Everything that has to know asks here: the compiled exchange, the lists of messages, the profiler's reports and the
-estimator.
+Everything that has to know asks here: the compiled exchange, the ledger, the profiler's reports and the estimator.
 """
 
 import functools
@@ -21,6 +20,15 @@ OVERFLOW = "overflow"
 """Named scope of what a step runs whose rows do not fit the buffers: reports on a program leave that branch out."""
 
 
+def needed(top_k: int, num_slots: int, num_local: int) -> float:
+    """Probability that a row needs a rank that holds `num_local` of the slots, for even choices among all of them.
+
+    It does when any of its top_k distinct choices lies there, which has the hypergeometric probability
+    1 − Π_{i<top_k} (num_slots − num_local − i) / (num_slots − i).
+    """
+    return 1 - math.prod(max(num_slots - num_local - i, 0) / (num_slots - i) for i in range(min(top_k, num_slots)))
+
+
 @functools.lru_cache
 def buffer_rows(
     rows: int,
@@ -34,19 +42,17 @@ def buffer_rows(
 ) -> int:
     """Rows of the buffer from one rank to one other, at most `rows`: then none can overflow.
 
-    A row needs a rank when any of its top_k distinct choices lies there, which for even choices among all slots has
-    the hypergeometric probability 1 − Π_{i<top_k} (num_slots − num_local − i) / (num_slots − i). With that scaled by
-    `imbalance`, the rows due to a rank are binomial; the result is the least number that they exceed with a
-    probability below `probability` / peers², as there are that many buffers.
+    With the probability that a row needs a rank (`needed`) scaled by `imbalance`, the rows due to it are binomial; the
+    result is the least number that they exceed with a probability below `probability` / peers², as there are that many
+    buffers.
     """
-    missed = math.prod(max(num_slots - num_local - i, 0) / (num_slots - i) for i in range(min(top_k, num_slots)))
-    needed = min(1.0, imbalance * (1 - missed))
-    if needed >= 1 or rows <= 1:
+    due = min(1.0, imbalance * needed(top_k, num_slots, num_local))
+    if due >= 1 or rows <= 1:
         return rows
     counts = np.arange(rows + 1)
     log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, rows + 1)))])
     log_choose = log_factorial[rows] - log_factorial - log_factorial[::-1]
-    mass = np.exp(log_choose + counts * math.log(needed) + (rows - counts) * math.log1p(-needed))
+    mass = np.exp(log_choose + counts * math.log(due) + (rows - counts) * math.log1p(-due))
     exceeded = np.cumsum(mass[::-1])[::-1] - mass  # of more than `counts`
     return max(1, int(np.argmax(exceeded < probability / peers**2)))
 

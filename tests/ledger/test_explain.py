@@ -13,19 +13,23 @@ from rich.console import Console
 from kimi_jax.config import ModelConfig
 from kimi_jax.decoding.engine import Draft, model_for
 from kimi_jax.decoding.sampling import Sampling
+from kimi_jax.estimator.scenario import make_scenario
+from kimi_jax.ledger.explain import explain
+from kimi_jax.ledger.models import k26, kimi_drafter
+from kimi_jax.ledger.step import Step, ledger
 from kimi_jax.model.cache import empty_cache
 from kimi_jax.model.transformer import causal_rows
-from kimi_jax.parallel.explain import cache_bytes, explain, held_weights
-from kimi_jax.parallel.messages import drafter_messages, forward_messages, head_messages
+from kimi_jax.parallel.messages import Message
+from kimi_jax.parallel.placement import even_placement
 from kimi_jax.parallel.sharding import REQUESTS, cache_axis, cache_spec, rules
 from kimi_jax.parameters import abstract, bind, specs
 from kimi_jax.profiling.hlo import Module
 from kimi_jax.profiling.messages import collectives
 from meshes.devices import build_mesh
+from meshes.hardware import gpu
 from meshes.presets import LayoutError, Preset, preset
 
 ROOT = Path(__file__).parents[2]
-ASSETS = ROOT / "kimi_jax" / "assets"
 TINY = ROOT / "tests" / "data" / "tiny_random"
 ROWS = 6
 
@@ -51,7 +55,7 @@ GOLDEN = {
     ),
     "hgx-ib-16 replicas": (HGX.with_axes(dp=2, ep=1, tp=8), [("all-reduce", ("tp",), 5, 3072)]),
     "hgx-ib-16 width": (
-        with_exchange(HGX.with_axes(dp=2, ep=1, tp=8), "tensor", "width"),
+        with_exchange(HGX.with_axes(dp=2, ep=1, tp=8), "allgather", "width"),
         [("all-reduce", ("tp",), 5, 3072)],
     ),
     "nvl36": (
@@ -93,15 +97,12 @@ GOLDEN = {
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_table_of_collectives(name):
-    """An extra collective in the compiled forward fails, and so does one that `forward_messages` does not tell of."""
+    """An extra collective in the compiled forward fails, and so does one that the ledger does not tell of."""
     machine, golden = GOLDEN[name]
     config = dataclasses.replace(ModelConfig.from_json(TINY), num_hidden_layers=2)
     layout = machine.layout
     model = model_for(config, layout)
-    told = [
-        (m.kind, m.axes, m.count, m.bytes)
-        for m in forward_messages(config, layout, ROWS, jnp.float32, model.placement.num_slots)
-    ]
+    told = [(m.kind, m.axes, m.count, m.bytes) for m in of_a_forward(config, machine, ROWS)]
     joined: dict[tuple, int] = {}
     for kind, axes, count, size in told:
         joined[kind, axes, size] = joined.get((kind, axes, size), 0) + count
@@ -115,13 +116,20 @@ def test_the_exact_path_behind_buffers_is_not_counted():
     machine, rows = with_exchange(HGX.with_axes(dp=1, ep=16, tp=1), "alltoall"), 48
     config = dataclasses.replace(ModelConfig.from_json(TINY), num_hidden_layers=2)
     model, layout = model_for(config, machine.layout), machine.layout
-    told = forward_messages(config, layout, rows, jnp.float32, model.placement.num_slots)
+    told = of_a_forward(config, machine, rows)
     module = Module(compiled_forward(machine, model, rows))
     found = sorted((c.kind, c.axes, c.count, c.bytes) for c in collectives(module, layout.axis_sizes))
     assert found == sorted((m.kind, m.axes, m.count, m.bytes) for m in told)
     assert {kind for kind, *_ in found} == {"all-to-all"}
     held = {instruction.opcode for instruction in module.reachable()}
     assert {"all-to-all", "all-gather", "reduce-scatter"} <= held
+
+
+def of_a_forward(config: ModelConfig, machine: Preset, rows: int) -> list[Message]:
+    """The messages of the layers alone, with one request of so many rows on each device."""
+    layout = machine.layout
+    needs = ledger(Step(config, layout, layout.groups, rows, context=8, dtype=jnp.float32))
+    return [*needs["reductions"].messages, *needs["exchange"].messages]
 
 
 def merged(collectives):
@@ -159,7 +167,7 @@ def test_a_round_sends_what_is_told(name, engines):
     """Layers, head and drafter together are all messages of a compiled round that drafts and verifies a tree."""
     engine, budget, requests = engines(name), 7, 1
     programs = engine.programs(Sampling(), Draft("ddtree", budget))
-    layout, slots = engine.layout, engine.model.placement.num_slots
+    layout = engine.layout
     batch = programs.request_multiple
     start = functools.partial(programs.start, capacity=programs.cache_multiple, max_new_tokens=8)
     state = jax.eval_shape(
@@ -168,11 +176,10 @@ def test_a_round_sends_what_is_told(name, engines):
     parameters = {name: engine.parameters[name] for name in programs.needs}
     text = programs.round.lower(parameters, state).compile().as_text()
     assert engine.drafter is not None
-    told = [
-        *forward_messages(engine.config, layout, requests * (budget + 1), jnp.float32, slots),
-        *head_messages(engine.config, layout, requests * (budget + 1)),
-        *drafter_messages(engine.drafter.config, layout, requests, budget, jnp.float32),
-    ]
+    step = Step(
+        engine.config, layout, requests * layout.groups, budget + 1, 8, engine.drafter.config, dtype=jnp.float32
+    )
+    told = [message for need in ledger(step).values() for message in need.messages]
     expected: dict[tuple, int] = {}
     for m in told:
         expected[m.kind, m.axes, m.bytes] = expected.get((m.kind, m.axes, m.bytes), 0) + m.count
@@ -180,42 +187,16 @@ def test_a_round_sends_what_is_told(name, engines):
     assert {(c.kind, c.axes, c.bytes): c.count for c in found} == expected
 
 
-@pytest.mark.parametrize("context", [8192, 8190])
-def test_a_split_cache_is_a_tp_th(k26, context):
-    copied = preset("nvl72").layout
-    split = dataclasses.replace(copied, cache="split")
-    assert cache_bytes(k26, copied, jnp.bfloat16, context) == context * 61 * 576 * 2
-    assert cache_bytes(k26, split, jnp.bfloat16, context) == 1024 * 61 * 576 * 2
-
-
-@pytest.fixture(scope="session")
-def k26() -> ModelConfig:
-    return ModelConfig.from_json(ASSETS / "k26_config.json")
-
-
-def test_one_device_of_k26_holds_the_published_bytes(k26):
-    """570.76 GB of routed experts (60 layers × 384 × 24,772,608 bytes) and 21.09 + 2.35 GB of everything else."""
-    held = held_weights(model_for(k26, preset("local").layout), preset("local").layout, jnp.bfloat16)
-    experts = sum(entry.device_bytes for entry in held if entry.part == "routed experts")
-    assert experts == 60 * 384 * 24_772_608
-    rest = sum(entry.device_bytes for entry in held if entry.part != "routed experts")
-    assert rest / 1e9 == pytest.approx(21.09 + 2.35, abs=0.01)
-
-
-def test_bytes_of_a_device_on_nvl72(k26):
-    layout = preset("nvl72").layout
-    held = {(e.part, e.axes): e for e in held_weights(model_for(k26, layout), layout, jnp.bfloat16)}
-    assert held["routed experts", ("ep", "tp")].device_bytes == 60 * 6 * 24_772_608
-    assert held["head", ("tp",)].device_bytes == 163840 * 7168 * 2 // 8
-    assert held["router", ()].device_bytes == 60 * (384 * 7168 * 2 + 384 * 4)
-
-
-def test_the_explanation_names_every_part(k26):
+def explained(machine: Preset, **load) -> str:
     console = Console(record=True, width=160, file=io.StringIO())
-    layout = with_exchange(preset("nvl72").with_axes(dp=1, ep=72, tp=1), "auto")
-    model = model_for(k26, layout.layout)
-    console.print(explain(layout, model, None, dtype=jnp.bfloat16, requests=576, context=8192, rows=17))
-    text = console.export_text()
+    placement = even_placement(k26().n_routed_experts, machine.layout.expert_ranks)
+    console.print(explain(machine, Step(k26(), machine.layout, **load), placement))
+    return console.export_text()
+
+
+def test_the_explanation_names_every_part():
+    machine = with_exchange(preset("nvl72").with_axes(dp=1, ep=72, tp=1), "auto")
+    text = explained(machine, requests=576, context=8192, rows=17)
     for phrase in (
         "nvl72: dp 1 × ep 72 × tp 1, 72 of 72 GPUs",
         "5 or 6 of 384 experts a rank: 432 slots, 0 replicas, 48 empty; exchange auto",
@@ -223,24 +204,40 @@ def test_the_explanation_names_every_part(k26):
         "136 rows a device, exchange alltoall",
     ):
         assert phrase in text, text
-    assert any("routed experts" in line and "ep: 72 ways" in line and "8,918.14" in line for line in text.splitlines())
+    assert any(
+        line.startswith("│ experts") and "ep: 72 ways" in line and "8,918.14" in line for line in text.splitlines()
+    )
     # 8 requests × 8192 tokens × 61 layers × 576 values × 2 bytes.
     assert f"{8 * 8192 * 61 * 576 * 2 / 1e6:,.2f}" in text
 
 
-def test_links_of_a_machine_with_a_network(k26):
-    console = Console(record=True, width=160, file=io.StringIO())
-    model = model_for(k26, HGX.layout)
-    console.print(explain(HGX, model, None, dtype=jnp.bfloat16, requests=1, context=1024, rows=17))
-    lines = console.export_text().splitlines()
+def test_what_is_explained_is_the_ledger():
+    """Every held part and every message stands in the tables, the drafter's and the loop's too."""
+    machine = preset("hgx-ib-16")
+    load = {"requests": 4, "context": 1024, "rows": 8, "drafter": kimi_drafter(), "program": "decode"}
+    text = explained(machine, **load)
+    for part, need in ledger(Step(k26(), machine.layout, **load)).items():
+        assert not need.weights or f"│ {part} " in text
+        for message in need.messages:
+            lines = [
+                line for line in text.splitlines() if line.startswith(f"│ {part} ") and f"│ {message.what} " in line
+            ]
+            assert [f" {message.count} " in line for line in lines] == [True]
+
+
+def test_links_of_a_machine_with_a_network():
+    lines = explained(HGX, requests=1, context=1024, rows=17).splitlines()
     assert any("rows to experts" in line and "all-gather" in line and "network, 2 domains" in line for line in lines)
     assert any("after attention" in line and "all-reduce" in line and "NVLink" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("exchange", "message"),
-    [("carrier pigeon", "exchange is 'carrier pigeon': choose from auto, allgather"), ("tensor", "split by 'width'")],
-)
-def test_exchanges_that_do_not_fit_are_refused(exchange, message):
+@pytest.mark.parametrize("exchange", ["carrier pigeon", "tensor"])
+def test_exchanges_that_do_not_exist_are_refused_everywhere(exchange):
+    layout, message = dataclasses.replace(HGX.layout, exchange=exchange), f"exchange is '{exchange}': choose from auto"
+    config = ModelConfig.from_json(TINY)
     with pytest.raises(LayoutError, match=message):
-        model_for(ModelConfig.from_json(TINY), dataclasses.replace(HGX.layout, exchange=exchange))
+        model_for(config, layout)
+    with pytest.raises(LayoutError, match=message):
+        ledger(Step(config, layout, 2, 1, 1))
+    with pytest.raises(LayoutError, match=message):
+        make_scenario(HGX.with_layout(layout), gpu("h200"), concurrency=1, context=1)

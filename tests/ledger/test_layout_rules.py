@@ -7,7 +7,7 @@ import pytest
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.drafter.config import DrafterConfig
-from kimi_jax.parallel.layout_rules import batch_dimensions, check, drafter_dimensions
+from kimi_jax.ledger.layout_rules import batch_dimensions, check, drafter_dimensions
 from meshes.presets import Layout, LayoutError
 
 DATA = Path(__file__).parents[1] / "data"

@@ -1,4 +1,4 @@
-"""Time and bytes of the collectives of a step: all-reduce by algorithm, and carrying rows to experts and back.
+"""Rates of messages: time and bytes of a collective by its kind, all-reduce by algorithm.
 
 Times are µs for one call. Bytes are what one GPU sends one way, at the least the algorithm allows.
 """
@@ -6,8 +6,9 @@ Times are µs for one call. Bytes are what one GPU sends one way, at the least t
 import math
 from dataclasses import dataclass
 
-from kimi_jax.estimator.constants import Constants, LinkConstants
-from meshes import GPU, AxisSpan, Topology
+from kimi_jax.ledger.constants import LINKS, Constants, LinkConstants
+from kimi_jax.parallel.messages import Message
+from meshes import GPU, AxisSpan, Preset, Topology
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class Network:
     topology: Topology
     constants: Constants
     link: LinkConstants
+
+    @classmethod
+    def of(cls, machine: Preset, gpu: GPU) -> "Network":
+        """The machine's, with the constants of published measurements."""
+        return cls(gpu, machine.topology, Constants(), LINKS[gpu.local_link.name])
 
     @property
     def local(self) -> float:
@@ -125,49 +131,46 @@ def all_reduce(network: Network, span: AxisSpan, num_bytes: float) -> Transfer:
     )  # fmt: skip
 
 
-def gather_and_scatter(network: Network, span: AxisSpan, gathered_bytes: float) -> Transfer:
-    """All-gather to `gathered_bytes` on every GPU of the group, and the reduce-scatter of as many bytes back."""
+def transfer(network: Network, span: AxisSpan, message: Message) -> Transfer:
+    """One message over a group of GPUs: its time, and the bytes that it must send at least on each kind of link."""
     if span.size == 1:
         return Transfer()
+    if message.kind == "all-reduce":
+        return all_reduce(network, span, message.bytes)
+    if message.kind in ("dispatch", "combine"):
+        return _dispatch_or_combine(network, span, message)
     link, c, n = network.link, network.constants, span.size
-    moved = gathered_bytes * (n - 1) / n
+    moved = message.bytes * (n - 1) / n
+    name = "all-gather" if message.kind == "reduce-scatter" else message.kind
     if span.domains == 1:
         latency = link.nccl_us + network.hops_us(n)
-        one = _transfer(latency, moved / (c.nccl_bandwidth_fraction * network.local), moved, "all-gather, local")
-    else:
-        # Every GPU pulls what lies in other domains over its own adapter.
-        remote = gathered_bytes * (1 - 1 / span.domains)
-        latency = link.nccl_us + (span.domains - 1) * c.nccl_ring_network_hop_us
-        us = latency + remote / (c.network_bandwidth_fraction * network.remote)
-        one = Transfer(us, latency, moved - remote, remote, "all-gather, network")
-    return one + one
+        return _transfer(latency, moved / (c.nccl_bandwidth_fraction * network.local), moved, f"{name}, local")
+    # Every GPU pulls what lies in other domains over its own adapter.
+    remote = message.bytes * (1 - 1 / span.domains)
+    latency = link.nccl_us + (span.domains - 1) * c.nccl_ring_network_hop_us
+    us = latency + remote / (c.network_bandwidth_fraction * network.remote)
+    return Transfer(us, latency, moved - remote, remote, f"{name}, network")
 
 
-def dispatch_and_combine(
-    network: Network, span: AxisSpan, rows: float, top_k: int, hidden_size: int, dispatch_bytes: float
-) -> Transfer:
-    """Send `rows` rows of each GPU to the ranks of their top-k experts, and the results back in bfloat16.
+def _dispatch_or_combine(network: Network, span: AxisSpan, message: Message) -> Transfer:
+    """Rows to the ranks of their experts, or their sums back.
 
     A row goes once to every expert (no merging on the way); the bytes that count for the limit are those of a
     row that goes once to each other rank, or domain, that needs it.
     """
-    if span.size == 1:
-        return Transfer()
     link, c, n = network.link, network.constants, span.size
-    row_bytes = hidden_size * (dispatch_bytes + 2)
-    copies = min(n, top_k)
+    is_dispatch = message.kind == "dispatch"
+    copies = min(n, message.copies)
     doublings = math.log2(max(n / 8, 1))
-    ranks_needed = (n - 1) * (1 - (1 - 1 / n) ** top_k)
     if span.domains == 1:
-        latency = link.dispatch_us + link.combine_us + c.exchange_hop_us * doublings
+        latency = (link.dispatch_us if is_dispatch else link.combine_us) + c.exchange_hop_us * doublings / 2
         fraction = link.exchange_fraction * (1 - c.exchange_bandwidth_loss * doublings)
-        us = latency + rows * copies * row_bytes / (fraction * network.local)
-        least = min(ranks_needed, copies) * rows * row_bytes
-        return Transfer(us, latency, least, 0.0, "all-to-all, local")
-    latency = c.network_dispatch_us + c.network_combine_us
-    latency += c.network_exchange_hop_us * math.log2(max(n / 16, 1))
-    remote = rows * copies * (1 - 1 / span.domains) * row_bytes
+        us = latency + message.bytes * copies / (fraction * network.local)
+        ranks_needed = (n - 1) * (1 - (1 - 1 / n) ** message.copies)
+        return Transfer(us, latency, min(ranks_needed, copies) * message.bytes, 0.0, "all-to-all, local")
+    latency = c.network_dispatch_us if is_dispatch else c.network_combine_us
+    latency += c.network_exchange_hop_us * math.log2(max(n / 16, 1)) / 2
+    remote = message.bytes * copies * (1 - 1 / span.domains)
     us = latency + remote / (c.network_bandwidth_fraction * network.remote)
-    domains_needed = (span.domains - 1) * (1 - (1 - 1 / span.domains) ** top_k)
-    least = min(domains_needed, copies) * rows * row_bytes
-    return Transfer(us, latency, 0.0, least, "all-to-all, network")
+    domains_needed = (span.domains - 1) * (1 - (1 - 1 / span.domains) ** message.copies)
+    return Transfer(us, latency, 0.0, min(domains_needed, copies) * message.bytes, "all-to-all, network")
