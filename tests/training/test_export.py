@@ -128,11 +128,11 @@ def test_asked_to_think_it_closes_its_thinking(tokenizer):
 
 @pytest.mark.slow
 def test_scores_are_those_of_the_card(bundled):
-    """50 prompts a family: each at 0.98 or more, chain 5.8 or more, a tree of 16 4 % above it (200: 6.04, 5.5 %)."""
+    """50 prompts a family: each at 0.98 or more, chain 6.0 or more, a tree of 16 4 % above it (200 prompts: 5.9 %)."""
     plain, *drafted = score(bundled, 50, [PLAIN, Draft("chain", "auto"), Draft("ddtree", 16)])
     assert min(s.exact_match for s in plain.values()) >= 0.98
     chain, tree = (together(scores).acceptance for scores in drafted)
-    assert chain >= 5.8
+    assert chain >= 6.0
     assert tree >= 1.04 * chain
 
 
