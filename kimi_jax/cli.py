@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -24,26 +24,15 @@ from rich.progress import (
 
 from kimi_jax import compilation_cache, standard_output
 from kimi_jax.checkpoint import hub
-from kimi_jax.config import ModelConfig
-from kimi_jax.drafter.config import DrafterConfig
+from kimi_jax.opening import BUNDLED_CHECKPOINT, Dtype, Listener, Opened, check_configurations, open_on
+from kimi_jax.opening import BUNDLED_DRAFTER as BUNDLED_DRAFTER  # the commands take these from here
 from kimi_jax.parallel import processes
-from kimi_jax.parallel.processes import ProcessOptions
+from kimi_jax.parallel.processes import ProcessOptions, Watchdog
 from kimi_jax.standard_output import harmless
 from kimi_jax.tables import table_console as table_console  # the commands take it from here
-from meshes.devices import build_mesh, select_devices, use_cpu_if_no_gpu, visible_gpu_count
-from meshes.hardware import GPU, GPUS, card_of
-from meshes.presets import Layout, Preset, preset
+from meshes.devices import use_cpu_if_no_gpu, visible_gpu_count
+from meshes.presets import Preset, preset
 
-if TYPE_CHECKING:
-    from kimi_jax.decoding.automatic import RoundCosts
-    from kimi_jax.decoding.engine import Costs, Engine
-
-ASSETS = Path(__file__).parent / "assets"
-BUNDLED_CHECKPOINT = ASSETS / "small"
-BUNDLED_DRAFTER = ASSETS / "small_drafter"
-"""Drafts for the bundled checkpoint."""
-
-Dtype = Literal["auto", "bfloat16", "float32"]
 NoCache = Annotated[
     bool,
     tyro.conf.FlagCreatePairsOff,
@@ -102,109 +91,48 @@ class EngineOptions(MeshOptions):
         return not self.no_cache
 
 
-@dataclasses.dataclass(frozen=True)
-class Opened:
-    """A checkpoint on its mesh, and what a report says of both."""
+class _OnConsole(Listener):
+    """Tells a console, with a bar for the bytes read; a watchdog watches from the first of them on."""
 
-    engine: "Engine"
-    machine: Preset
-    where: str
-    """Machine, layout, devices and type."""
-    gpu: GPU
-    """The GPU in use, or the one a simulated machine would have."""
-    folder: Path
-    """The checkpoint's, in the hub's cache where a name was given."""
+    def __init__(self, console: Console, bar: Progress, name: str, process: processes.Process, seconds: float | None):
+        self.watchdog: Watchdog | None = None
+        self._console, self._bar, self._process, self._seconds = console, bar, process, seconds
+        self._task = bar.add_task("load", total=None, name=name, visible=False)
+
+    def say(self, line: str) -> None:
+        self._console.print(line, style="dim", highlight=False)
+
+    def busy(self, doing: str) -> contextlib.AbstractContextManager[object]:
+        return self._console.status(doing)
+
+    def read(self, done: int, total: int) -> None:
+        self._bar.update(self._task, completed=done, total=total, visible=True)
+        if self.watchdog is not None:
+            self.watchdog.beat()
+        elif self._seconds is not None:
+            stuck = f"{self._process}: nothing was loaded or decoded for {self._seconds} s; --watchdog allows more"
+            self.watchdog = Watchdog(self._seconds, stuck).start()
 
 
 def open_engine(options: EngineOptions, console: Console, drafter: Path | None = None) -> Opened:
-    """Joins the processes, selects devices and loads the checkpoint, and a drafter if given, with a progress bar.
+    """Joins the processes and opens the checkpoint, and a drafter if given, with a progress bar.
 
-    Names on the hub are downloaded first. Where there are several processes, the first prints, here and afterwards.
+    Where there are several processes, the first prints, here and afterwards.
     """
     machine = options.preset()
     process = processes.join(options.processes, machine, simulated=visible_gpu_count() == 0)
     console.quiet |= not process.prints
     check_configurations(options.checkpoint, machine.layout, drafter)
     use_cpu_if_no_gpu()
-    compilation_cache.switch(options.uses_cache)
-    import jax.numpy as jnp  # after the platform is known, or the CUDA plugin would log its search for a driver
-
-    from kimi_jax.decoding.engine import open_checkpoint
-    from kimi_jax.decoding.kernels import check
-    from kimi_jax.parallel.host_arrays import require_devices
-
-    devices = select_devices(machine, num_processes=process.count)
-    where = devices.notice + (f" of {process.count} processes" if process.count > 1 else "")
-    console.print(where, style="dim", highlight=False)
-    mesh = build_mesh(machine, devices.devices)
-    require_devices(mesh)
-    if not devices.simulated:
-        with console.status("checking kernels against their references"):
-            check(mesh.local_mesh.devices.flat[0])
-    folder, drafter = (None if path is None else on_disk(path, console) for path in (options.checkpoint, drafter))
-    assert folder is not None
-    name = options.dtype if options.dtype != "auto" else "float32" if devices.simulated else "bfloat16"
+    compilation_cache.switch(options.uses_cache)  # imports jax: what can be refused without has been
     columns = (TextColumn("loading {task.fields[name]}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    seconds = options.processes.watchdog
-    stuck = f"{process}: nothing was loaded or decoded for {seconds} s; --watchdog allows more"
-    watchdog = None if seconds is None else processes.Watchdog(seconds, stuck).start()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("load", total=None, name=options.checkpoint.name)
-
-        def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-            if watchdog is not None:
-                watchdog.beat()
-
-        engine = open_checkpoint(
-            folder,
-            mesh,
-            machine.layout,
-            jnp.dtype(name),
-            drafter,
-            progress=progress,
-            placement=options.placement,
-            workers=options.workers,
-        )
-    gpu = card_of(devices.devices[0].device_kind, machine.gpu_names)
-    if mesh.size == 1 and devices.simulated and name == "float32":
-        engine = engine.for_cpu()
-    gpu = gpu or GPUS[machine.gpu_names[0]]
-    costs = estimated_costs(machine, gpu, engine) if mesh.size > 1 and devices.simulated else None
-    engine = dataclasses.replace(engine, watchdog=watchdog, costs=costs)
-    return Opened(engine, machine, f"{where}, {name}", gpu, folder)
-
-
-def estimated_costs(machine: Preset, gpu: GPU, engine: "Engine") -> "Costs":
-    """What rounds would cost on the GPUs that simulated devices stand for."""
-
-    def costs(requests: int, context: int) -> "RoundCosts":
-        from kimi_jax.estimator.rounds import round_costs
-
-        assert engine.drafter is not None
-        return round_costs(
-            machine, gpu, engine.config, engine.drafter.config, requests=requests, context=context
-        )
-
-    return costs
-
-
-def check_configurations(checkpoint: Path, layout: Layout, drafter: Path | None = None) -> None:
-    """Refuses configurations that cannot be run or do not fit the layout, before the imports that take seconds.
-
-    Names on the hub are left for later: a download should wait until devices have been found.
-
-    Raises:
-      ConfigError, LayoutError: naming the file and field, or the dimension, that does not fit.
-    """
-    config = None if hub.is_name(checkpoint) else ModelConfig.from_json(checkpoint)
-    drafter_config = None if drafter is None or hub.is_name(drafter) else DrafterConfig.from_json(drafter)
-    if config is not None:
-        if drafter is not None and drafter_config is not None:
-            drafter_config.check(config, drafter)
-        from kimi_jax.ledger import layout_rules  # imports jax
-
-        layout_rules.check(config, layout, drafter_config)
+        listener = _OnConsole(console, bar, options.checkpoint.name, process, options.processes.watchdog)
+        opened = open_on(
+            machine, options.checkpoint, drafter, dtype=options.dtype, placement=options.placement,
+            workers=options.workers, num_processes=process.count, listener=listener,
+        )  # fmt: skip
+    return dataclasses.replace(opened, engine=dataclasses.replace(opened.engine, watchdog=listener.watchdog))
 
 
 def on_disk(checkpoint: Path, console: Console, *, outline: bool = False) -> Path:

@@ -5,13 +5,14 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
+from jaxtyping import Float
 
 from kimi_jax.checkpoint import huggingface
 from kimi_jax.checkpoint.sharded.manifest import is_sharded, read_manifest
@@ -19,7 +20,9 @@ from kimi_jax.checkpoint.sharded.reader import restore
 from kimi_jax.config import ModelConfig
 from kimi_jax.ddtree.budget import ROW_COUNTS
 from kimi_jax.decoding.automatic import AutomaticBudget, RoundCosts
+from kimi_jax.decoding.conversation import Answer, ChatOptions, Messages, Text, TextOptions, of_messages, of_text
 from kimi_jax.decoding.cpu_form import cpu_form
+from kimi_jax.decoding.forcing import force, logits_of
 from kimi_jax.decoding.generate import Limits, Progress, generate, one_each, token_rows
 from kimi_jax.decoding.kernels import Pick, picks
 from kimi_jax.decoding.programs import Programs
@@ -223,6 +226,37 @@ class Engine:
                 if self.watchdog is not None:
                     self.watchdog.beat()
                 yield progress
+
+    @property
+    def default_draft(self) -> Draft:
+        """The best tree of the size that pays, or nothing where there is no drafter."""
+        return PLAIN if self.drafter is None else Draft()
+
+    def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> Answer:
+        """The model's answer to a user's text, or to a conversation of OpenAI-style messages.
+
+        Raises:
+          MessageError: a message or a tool is malformed.
+          ValueError: an option out of its range, or more tokens than the model has positions.
+          NonFiniteLogitsError: the checkpoint or a kernel is broken.
+        """
+        return of_messages(self, messages, **options).answer()
+
+    def stream(self, messages: Messages, **options: Unpack[ChatOptions]) -> Text:
+        """As `chat`, to iterate over: pieces of thinking and of the answer as they come."""
+        return of_messages(self, messages, **options)
+
+    def complete(self, text: str, **options: Unpack[TextOptions]) -> Answer:
+        """The continuation of a text as it is, without the chat template. Raises as `chat`."""
+        return of_text(self, text, **options).answer()
+
+    def logits(self, ids: Sequence[int]) -> Float[np.ndarray, "rows vocab"]:
+        """Float32 logits behind every token of one sequence, run in chunks behind a cache.
+
+        Raises:
+          ValueError: no token, an id outside the vocabulary, or more than the model has positions.
+        """
+        return np.concatenate([chunk.values[0, : chunk.counts[0]] for chunk in force(self, logits_of, [ids])])
 
     def rebalancing(self, every: int) -> "Engine":
         """The same with experts that move every so many rounds to where measured loads are even.

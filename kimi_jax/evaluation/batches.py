@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 
 from kimi_jax.chat import parse
 from kimi_jax.decoding.engine import Draft, Engine
+from kimi_jax.decoding.forcing import Scores, Window, score
 from kimi_jax.decoding.generate import Limits
 from kimi_jax.decoding.sampling import Sampling
-from kimi_jax.evaluation.forcing import Scores, Window, score
 
 SMALLEST_BUCKET = 64
 """Lengths are rounded up to powers of two from here, so that batches of many lengths share a few compiled shapes."""

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kimi_jax.decoding.engine import Engine
-from kimi_jax.evaluation.forcing import force, logits_of
+from kimi_jax.decoding.forcing import force, logits_of
 from kimi_jax.model.transformer import CausalLM, Output
 
 ROWS = 128

@@ -127,8 +127,8 @@ class KimiJax(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
+        from kimi_jax.decoding.forcing import Window
         from kimi_jax.evaluation.batches import score_all
-        from kimi_jax.evaluation.forcing import Window
 
         windows = []
         for (context, continuation), before, after in requests:
@@ -150,8 +150,8 @@ class KimiJax(TemplateLM):
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts behind [BOS], in windows of `max_length` tokens that do not overlap."""
+        from kimi_jax.decoding.forcing import strided
         from kimi_jax.evaluation.batches import score_all
-        from kimi_jax.evaluation.forcing import strided
 
         parts = []
         for number, request in enumerate(requests):

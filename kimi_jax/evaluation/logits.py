@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kimi_jax.decoding.engine import Engine
-from kimi_jax.evaluation.forcing import force, logits_of
+from kimi_jax.decoding.forcing import force, logits_of
 from kimi_jax.text_files import read_text
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kimi_jax.decoding.engine import Engine
-from kimi_jax.evaluation.forcing import score, strided
+from kimi_jax.decoding.forcing import score, strided
 from kimi_jax.parallel import host_arrays, processes
 from kimi_jax.text_files import lines_of, naming, read_text, write_text
 

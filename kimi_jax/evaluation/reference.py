@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from kimi_jax import text_files
 from kimi_jax.decoding.engine import Engine
-from kimi_jax.evaluation.forcing import force, logits_of
+from kimi_jax.decoding.forcing import force, logits_of
 from kimi_jax.evaluation.logits import InputError
 
 

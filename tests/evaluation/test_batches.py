@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from kimi_jax.decoding.engine import PLAIN
+from kimi_jax.decoding.forcing import Window, score
 from kimi_jax.decoding.generate import Limits
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.evaluation import batches
 from kimi_jax.evaluation.batches import Writing, bucket, score_all, write_all
-from kimi_jax.evaluation.forcing import Window, score
 
 PROMPTS = [[5], [7, 8, 9, 10, 11], [300, 301, 302], [40, 41]]
 NEW_TOKENS = 24

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kimi_jax.evaluation import forcing
-from kimi_jax.evaluation.forcing import Window, force, logits_of, score, strided
+from kimi_jax.decoding import forcing
+from kimi_jax.decoding.forcing import Window, force, logits_of, score, strided
 
 pytestmark = pytest.mark.core
 

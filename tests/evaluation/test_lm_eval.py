@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kimi_jax.chat import render
-from kimi_jax.evaluation.forcing import Window, score
+from kimi_jax.decoding.forcing import Window, score
 from kimi_jax.evaluation.perplexity import Document, perplexity
 
 pytest.importorskip("lm_eval", reason="lm-eval is in the dependency group `evaluation`")

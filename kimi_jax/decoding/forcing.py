@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kimi_jax.config import ModelConfig
-from kimi_jax.decoding.engine import Engine
 from kimi_jax.decoding.programs import BATCH_AXES
 from kimi_jax.decoding.sampling import Sampling, next_tokens
 from kimi_jax.model.cache import Cache, commit, empty_cache
@@ -22,6 +21,9 @@ from kimi_jax.parallel import host_arrays
 from kimi_jax.parallel.collectives import all_gather, all_reduce, axis_index
 from kimi_jax.parallel.sharding import REQUESTS, cache_axis, cache_multiple, cache_spec
 from kimi_jax.parameters import Parameters, bind, specs
+
+if TYPE_CHECKING:
+    from kimi_jax.decoding.engine import Engine
 
 CHUNK = 512
 """Rows that a step runs for each request."""
@@ -44,7 +46,7 @@ class Chunk:
 
 
 def force(
-    engine: Engine,
+    engine: "Engine",
     read: Read,
     inputs: Sequence[Sequence[int]],
     targets: Sequence[Sequence[int]] | None = None,
@@ -187,7 +189,7 @@ class Scores:
     """Whether the target is the most likely token."""
 
 
-def score(engine: Engine, windows: Sequence[Window], *, requests: int = 1, length: int = 1) -> list[Scores]:
+def score(engine: "Engine", windows: Sequence[Window], *, requests: int = 1, length: int = 1) -> list[Scores]:
     """Scores of one batch of windows; see `force` for shapes and errors.
 
     Raises:
