@@ -7,15 +7,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 READ_AND_REFUSE = """
-import runpy, sys
+import importlib, sys
 from pathlib import Path
+from kimi_jax.commands import COMMANDS
 
-scripts = sorted(Path("scripts").glob("*.py"))
-assert len(scripts) > 5
-for script in scripts:
-    runpy.run_path(str(script), run_name="imported")
+for name in COMMANDS:
+    importlib.import_module(f"kimi_jax.commands.{name}")
+assert {script.stem for script in Path("scripts").glob("*.py")} == COMMANDS.keys()
 
-from kimi_jax.cli import check_configurations
+from kimi_jax.opening import check_configurations
 from meshes.presets import Layout
 
 for folders in (Path("gone"),), (Path("kimi_jax/assets/small"), Path("gone")):
