@@ -79,5 +79,6 @@ class Embedding(nnx.Module):
             local = tokens - axis_index("tp") * table.shape[0]
             mine = (local >= 0) & (local < table.shape[0])
             rows = table[jnp.clip(local, 0, table.shape[0] - 1)]
+            partial = jnp.where(mine[..., None], rows, 0)
         with jax.named_scope("reductions"):
-            return all_reduce(jnp.where(mine[..., None], rows, 0), "tp")
+            return all_reduce(partial, "tp")

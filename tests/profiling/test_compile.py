@@ -162,7 +162,7 @@ def test_page_draws_every_part(report, tmp_path):
     drawn = page.split("bytes of one execution")[1]
     for part in report.parts:
         if part.need.hbm_bytes:
-            assert re.search(rf"^{part.part} +must +[\d,.e+]+  █*$", drawn, re.MULTILINE), part.part
+            assert re.search(rf"^{part.part} +must +[\d,.e+]+  █* *$", drawn, re.MULTILINE), part.part
     assert "█" * 40 in drawn
     assert f"{report.moved_ratio:.2f} × what it must" in page
     assert "Nothing here was measured." in page
