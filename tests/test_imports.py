@@ -26,7 +26,7 @@ LAYERS = (
     {"ledger"},
     {"decoding"},
     {"tables", "compilation_cache"},
-    {"estimator", "profiling", "evaluation", "training", "doctor", "cli"},
+    {"estimator", "profiling", "evaluation", "training", "doctor", "cli", "opening"},
     {"commands"},
 )
 """Rooms, lowest first. A room imports from lower layers and from its own, there without a circle."""
