@@ -4,6 +4,7 @@ The programs are `decoding.programs.Programs`', lowered on abstract parameters a
 of compile-only devices. It works on a machine without a GPU, in a process that runs on the CPU.
 """
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -16,6 +17,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -179,7 +181,7 @@ def compile_for(
         lowered_at = time.perf_counter()
         stage(f"compiling {layers}")
         try:
-            with caught_output(registers) as printed:
+            with caught_output(registers) as printed, compilation_cache_off(dump is not None):
                 compiled = lowered.compile(dump_options(dump))
         except Exception as error:
             raise CompileError(f"{what} does not compile{_part_in(str(error))}: {error}") from error
@@ -202,12 +204,28 @@ def compile_for(
     )
 
 
+@contextlib.contextmanager
+def compilation_cache_off(wanted: bool) -> Iterator[None]:
+    """Compiles anew what stands in JAX's compilation cache: XLA dumps the passes only of what it compiles."""
+    before = jax.config.jax_enable_compilation_cache
+    if not wanted or not before:
+        yield
+        return
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # jax asks only once whether there is one
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
+
+
 def dump_options(dump: Path | None) -> dict[str, Any] | None:
     """XLA's options for a dump into a directory, which is made."""
     if dump is None:
         return None
     dump.mkdir(parents=True, exist_ok=True)
-    return {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
+    return {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True, "xla_dump_hlo_as_proto": True}
 
 
 def _memory(compiled: Any) -> Memory:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ PROGRAM, REPORT = "program.hlo.txt", "report.json"
 
 _KINDS = (
     ("before_optimizations.txt", "HLO as jax lowered it, before any of XLA's passes"),
+    ("before_optimizations.hlo.pb", "the same as an HloProto, for tools"),
+    ("after_optimizations.hlo.pb", "scheduled, optimised HLO as an HloProto, for tools"),
     ("after_spmd_partitioner.txt", "HLO of one device, after the partitioner"),
     ("before_config_assignment.txt", "HLO before XLA configures its kernels"),
     ("after_optimizations.txt", "scheduled, optimised HLO: what runs, in order"),
@@ -35,6 +38,16 @@ _KINDS = (
 )
 
 
+WANTED = ("before_optimizations.txt", "after_optimizations.txt", "buffer-assignment.txt", "after_optimizations.hlo.pb")
+"""Endings of what a whole dump has."""
+
+
+def missing(directory: Path) -> list[str]:
+    """Those of WANTED that a dump lacks."""
+    names = [file.name for file in directory.iterdir()]
+    return [ending for ending in WANTED if not any(name.endswith(ending) for name in names)]
+
+
 def write_index(directory: Path, text: str, title: str, report: "Report | None" = None) -> Path:
     """Writes into a dump what `profile.py diff` reads and a person needs: `index.md` and the optimised HLO.
 
@@ -43,7 +56,12 @@ def write_index(directory: Path, text: str, title: str, report: "Report | None" 
       text: the compiled program's.
       title: what was compiled, in one line.
       report: written beside it as `report.json`.
+
+    Warns where XLA left out a file that a whole dump has.
     """
+    lacking = missing(directory)
+    if lacking:
+        warnings.warn(f"{directory}: the dump lacks {', '.join(lacking)}: XLA wrote none", stacklevel=2)
     write_text(directory / PROGRAM, text)
     if report is not None:
         write_text(directory / REPORT, json.dumps(report.as_dict()))

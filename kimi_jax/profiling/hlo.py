@@ -128,7 +128,7 @@ def _instruction(line: str) -> Instruction | None:
     )  # fmt: skip
 
 
-def _inherit_scopes(computation: dict[str, Instruction]) -> None:
+def inherit_scopes(computation: dict[str, Instruction]) -> None:
     """Gives an instruction without a name that of what it reads, else of what reads it.
 
     XLA's CPU compiler drops the metadata of every matrix product that it rewrites.
@@ -171,7 +171,7 @@ class Module:
         if not self.entry:
             raise ValueError("the text holds no ENTRY computation: is it a compiled program's as_text()?")
         for computation in self.computations.values():
-            _inherit_scopes(computation)
+            inherit_scopes(computation)
 
     @functools.cached_property
     def _callers(self) -> dict[str, list[tuple[str, Instruction, str]]]:

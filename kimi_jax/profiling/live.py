@@ -4,15 +4,12 @@ import dataclasses
 import statistics
 import tempfile
 import time
-import warnings
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.profiler import ProfileData
 
 from kimi_jax.decoding.engine import PLAIN, Draft, Engine
 from kimi_jax.decoding.generate import Limits, chunk_rows, prefill
@@ -22,8 +19,7 @@ from kimi_jax.parameters import Parameters
 from kimi_jax.profiling.case import Case, Program
 from kimi_jax.profiling.compile import Compiled, compile_for, program_arguments
 from kimi_jax.profiling.dump import write_index
-from kimi_jax.profiling.hlo import Module, part_of
-from kimi_jax.profiling.traffic import CONTROL
+from kimi_jax.profiling.trace import NAMED, operations, part_seconds, write_named
 from meshes.presets import Preset
 
 WARM_UP = 2
@@ -97,7 +93,7 @@ def run(
       dump: directory for XLA's dump.
     """
     draft = Draft("ddtree", load.budget) if load.budget and engine.drafter is not None else PLAIN
-    programs = engine.programs(Sampling(), draft, load.requests)
+    programs = engine.programs(Sampling(), draft)
     steps = programs.speculation.max_depth + 1
     new_tokens = (WARM_UP + 2 * load.rounds) * steps + 1
     drafter = None if engine.drafter is None else engine.drafter.config
@@ -130,7 +126,9 @@ def run(
                         state = jax.block_until_ready(program(parameters, state))
             stage("reading the trace")
             executions = load.rounds * machine.layout.num_devices
-            parts = part_seconds(directory, Module(compiled.text), executions)
+            parts = part_seconds(operations(directory), executions)
+            if trace is not None:
+                write_named(trace)
     return Live(compiled, tuple(times), parts)
 
 
@@ -155,7 +153,8 @@ class Trace:
         if self._ended == 1:
             jax.profiler.stop_trace()
             return "no trace: the text ended with its first dispatch; ask for more tokens"
-        return f"trace of one dispatch in {self._directory}"
+        write_named(self._directory)
+        return f"trace of one dispatch in {self._directory}, named by part in {NAMED}"
 
 
 def dump_generation(
@@ -187,31 +186,3 @@ def dump_generation(
         arguments = program_arguments(case, programs, parameters, new_tokens)
         compiled, _ = compile_for(case, programs, arguments, dump=directory / program)
         write_index(directory / program, compiled.text, case.title)
-
-
-def part_seconds(trace: Path, module: Module, executions: int) -> dict[str, float]:
-    """Seconds that the operations of one execution take on one device, by part, from a trace of so many executions.
-
-    Operations are found by their HLO name, which XLA's profiler attaches to what it records.
-
-    Raises:
-      ValueError: a directory without a trace.
-    """
-    files = sorted(trace.glob("plugins/profile/*/*.xplane.pb"))
-    if not files:
-        raise ValueError(f"{trace} holds no profiler trace")
-    parts = {
-        instruction.name: part_of(instruction.op_name)
-        for instruction in module.reachable()
-        if instruction.opcode not in CONTROL  # it lasts as long as what it runs
-    }
-    nanoseconds: Counter[str] = Counter()
-    with warnings.catch_warnings():
-        # The reader's own types make Python warn, and abort the process where a warning is an error.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        data = ProfileData.from_file(str(files[-1]))
-        for event in (event for plane in data.planes for line in plane.lines for event in line.events):
-            name = next((str(value) for stat, value in event.stats if stat == "hlo_op"), None)
-            if name in parts:
-                nanoseconds[parts[name]] += round(event.duration_ns)
-    return {part: total / executions / 1e9 for part, total in nanoseconds.items()}

@@ -1,16 +1,20 @@
 """Runs on simulated devices: rounds timed and traced, and dumps of a generation."""
 
+import gzip
 import html
 import json
 import re
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from kimi_jax.decoding.engine import PLAIN
 from kimi_jax.decoding.sampling import Sampling
-from kimi_jax.profiling import diff, live, tables
+from kimi_jax.profiling import diff, dump, live, tables, trace
 from kimi_jax.profiling.hlo import Module
 from kimi_jax.profiling.report import make_report
+from kimi_jax.profiling.traffic import CONTROL
 from meshes.presets import preset
 
 
@@ -26,6 +30,21 @@ def test_rounds_are_timed_and_traced_by_part(machine_and_engine, tmp_path):
     assert len(found.round_seconds) == 3
     assert all(seconds > 0 for seconds in found.part_seconds.values())
     assert {"attention", "experts", "head"} <= set(found.part_seconds)
+    # The named trace has the same operations under the names of parts, layers and scopes of the model.
+    events = json.loads(gzip.decompress((tmp_path / trace.NAMED).read_bytes()))["traceEvents"]
+    ran = [event for event in events if event["ph"] == "X"]
+    assert len(ran) == len(trace.operations(tmp_path)) > 100
+    # What is left is the embedding, the last norm and the commit of a round.
+    assert sum(event["cat"] != "other" for event in ran) > 0.7 * len(ran)
+    assert {event["cat"] for event in ran} >= set(found.part_seconds)
+    experts = [event for event in ran if event["name"] == "experts, layer 1"]
+    assert experts
+    assert all("layer1/" in event["args"]["scope"] and "/experts" in event["args"]["scope"] for event in experts)
+    busy = sum(event["dur"] for event in ran if event["cat"] == "attention" and event["args"]["opcode"] not in CONTROL)
+    assert busy == pytest.approx(1e6 * 3 * found.part_seconds["attention"], rel=1e-3)
+    # Scopes are those of the compiled program's own text.
+    scopes = {i.name: i.op_name for i in Module(found.compiled.text).reachable()}
+    assert all(scopes[event["args"]["hlo_op"]] == event["args"]["scope"] for event in ran)
     report = make_report(found.compiled)
     assert report.case.device_requests == 2
     data = json.loads(json.dumps(report.as_dict() | found.as_dict()))
@@ -45,7 +64,40 @@ def test_rounds_are_timed_and_traced_by_part(machine_and_engine, tmp_path):
 
 def test_a_directory_without_a_trace_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no profiler trace"):
-        live.part_seconds(tmp_path, Module("ENTRY %main (a: f32[]) -> f32[] {\n}"), 1)
+        trace.operations(tmp_path)
+
+
+def twice(compile_for):
+    """Compiles without a dump before, so that JAX's compilation cache, switched on meanwhile, has the program."""
+
+    def run(case, programs, arguments, *, dump):
+        folder = dump.parents[1] / "cache"
+        names = {
+            "jax_enable_compilation_cache": True,
+            "jax_compilation_cache_dir": str(folder),
+            "jax_persistent_cache_min_compile_time_secs": 0.0,
+            "jax_persistent_cache_min_entry_size_bytes": -1,
+        }
+        before = {name: getattr(jax.config, name) for name in names}
+        for name, value in names.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        try:
+            compile_for(case, programs, arguments)
+            assert list(folder.iterdir())
+            return compile_for(case, programs, arguments, dump=dump)
+        finally:
+            for name, value in before.items():
+                jax.config.update(name, value)
+            compilation_cache.reset_cache()
+
+    return run
+
+
+def test_a_dump_that_lacks_files_warns(tmp_path):
+    (tmp_path / "module_0001.jit_f.after_optimizations.txt").write_text("")
+    with pytest.warns(UserWarning, match=r"lacks before_optimizations\.txt, buffer-assignment\.txt, after_optim.*pb: "):
+        dump.write_index(tmp_path, "ENTRY %main (a: f32[]) -> f32[] {\n}", "a program")
 
 
 def test_no_rounds_are_refused():
@@ -53,17 +105,22 @@ def test_no_rounds_are_refused():
         live.Load(requests=1, context=1, budget=0, rounds=0)
 
 
-def test_dump_of_a_generation(machine_and_engine, tmp_path):
+def test_dump_of_a_generation(machine_and_engine, tmp_path, monkeypatch):
     machine, engine = machine_and_engine
-    programs = engine.programs(Sampling(), PLAIN, 1)
-    live.dump_generation(engine, machine, "h200", programs, tmp_path, requests=1, context=10, new_tokens=4)
+    monkeypatch.setattr(live, "compile_for", twice(live.compile_for))
+    programs = engine.programs(Sampling(), PLAIN)
+    live.dump_generation(engine, machine, "h200", programs, tmp_path / "dump", requests=1, context=10, new_tokens=4)
     for program in ("prefill", "decode"):
-        index = (tmp_path / program / "index.md").read_text()
+        index = (tmp_path / "dump" / program / "index.md").read_text()
         assert f"# XLA dump: {program} of " in index
         assert "before_optimizations.txt" in index
         assert "| attention | 1 |" in index
-    changed = {change.what for change in diff.changes(diff.load(tmp_path / "prefill"), diff.load(tmp_path / "decode"))}
+        assert dump.missing(tmp_path / "dump" / program) == []
+    changed = {
+        change.what
+        for change in diff.changes(diff.load(tmp_path / "dump" / "prefill"), diff.load(tmp_path / "dump" / "decode"))
+    }
     assert any(what.startswith("attention: instructions") for what in changed)
-    assert diff.changes(diff.load(tmp_path / "decode"), diff.load(tmp_path / "decode")) == []
+    assert diff.changes(diff.load(tmp_path / "dump" / "decode"), diff.load(tmp_path / "dump" / "decode")) == []
     with pytest.raises(ValueError, match="give a directory that --xla-dump wrote"):
         diff.load(tmp_path)
