@@ -58,7 +58,7 @@ def operations(directory: Path) -> list[Operation]:
     if not files:
         raise ValueError(f"{directory} holds no profiler trace")
     programs = _programs(files[-1].read_bytes())
-    found = []
+    events: defaultdict[tuple[str, str], list[tuple[str, str, float, float]]] = defaultdict(list)
     with warnings.catch_warnings():
         # The reader's own types make Python warn, and abort the process where a warning is an error.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -67,13 +67,33 @@ def operations(directory: Path) -> list[Operation]:
                 for event in line.events:
                     stats = {name: str(value) for name, value in event.stats if name.startswith(("hlo_", "program"))}
                     if "hlo_op" in stats:
-                        name, module = stats["hlo_op"], stats.get("hlo_module", "")
-                        program = programs.get(f"{module}({stats.get('program_id')})", {})
-                        instruction = program.get(name)
-                        opcode, scope = ("", "") if instruction is None else (instruction.opcode, instruction.op_name)
-                        where = f"{plane.name} {line.name}"
-                        found.append(Operation(name, opcode, scope, where, event.start_ns, event.duration_ns))
+                        ran = (stats["hlo_op"], f"{plane.name} {line.name}", event.start_ns, event.duration_ns)
+                        events[stats.get("hlo_module", ""), stats.get("program_id", "")].append(ran)
+    found = []
+    for (module, number), executed in events.items():
+        program = _program(programs, module, number, {name for name, *_ in executed})
+        for name, line, start_ns, duration_ns in executed:
+            instruction = program.get(name)
+            known = ("", "") if instruction is None else (instruction.opcode, instruction.op_name)
+            found.append(Operation(name, *known, line, start_ns, duration_ns))
     return found
+
+
+def _program(
+    programs: dict[str, dict[str, Instruction]], module: str, number: str, names: set[str]
+) -> dict[str, Instruction]:
+    """The instructions of the program that ran: of its module's name, with every operation that was seen.
+
+    An executable out of JAX's compilation cache is recorded under another number than its events; where several
+    programs could have run, only what they agree on is taken.
+    """
+    fitting = {
+        name: program for name, program in programs.items() if name.split("(")[0] == module and names <= program.keys()
+    }
+    if f"{module}({number})" in fitting:
+        return fitting[f"{module}({number})"]
+    first, *others = fitting.values() or [{}]
+    return {name: i for name, i in first.items() if all(other.get(name) == i for other in others)}
 
 
 def part_seconds(found: list[Operation], executions: int) -> dict[str, float]:

@@ -12,7 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from kimi_jax.decoding.engine import PLAIN
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.profiling import diff, dump, live, tables, trace
-from kimi_jax.profiling.hlo import Module
+from kimi_jax.profiling.hlo import Instruction, Module
 from kimi_jax.profiling.report import make_report
 from kimi_jax.profiling.traffic import CONTROL
 from meshes.presets import preset
@@ -42,9 +42,11 @@ def test_rounds_are_timed_and_traced_by_part(machine_and_engine, tmp_path):
     assert all("layer1/" in event["args"]["scope"] and "/experts" in event["args"]["scope"] for event in experts)
     busy = sum(event["dur"] for event in ran if event["cat"] == "attention" and event["args"]["opcode"] not in CONTROL)
     assert busy == pytest.approx(1e6 * 3 * found.part_seconds["attention"], rel=1e-3)
-    # Scopes are those of the compiled program's own text.
+    # Scopes are those of the compiled program's own text; a copy that has none may take another neighbour's.
     scopes = {i.name: i.op_name for i in Module(found.compiled.text).reachable()}
-    assert all(scopes[event["args"]["hlo_op"]] == event["args"]["scope"] for event in ran)
+    same = [event for event in ran if scopes[event["args"]["hlo_op"]] == event["args"]["scope"]]
+    assert len(same) > 0.95 * len(ran)
+    assert {event["args"]["opcode"] for event in ran if event not in same} <= {"copy"}
     report = make_report(found.compiled)
     assert report.case.device_requests == 2
     data = json.loads(json.dumps(report.as_dict() | found.as_dict()))
@@ -60,6 +62,15 @@ def test_rounds_are_timed_and_traced_by_part(machine_and_engine, tmp_path):
     assert float(shown[1].replace(",", "")) == pytest.approx(1e6 * found.part_seconds["attention"], rel=1e-3)
     for word in ("h200", "floor", "Nothing here was measured"):
         assert word not in page
+
+
+def test_a_program_is_found_under_another_number():
+    one, other = ({name: Instruction(name, op, (), (), "", False, "")} for name, op in (("a", "add"), ("a", "copy")))
+    programs = {"jit_f(3)": one, "jit_g(4)": other}
+    assert trace._program(programs, "jit_f", "4", {"a"}) == one  # g's number, f's name
+    assert trace._program(programs, "jit_f", "3", {"b"}) == {}  # not its operation
+    assert trace._program(programs | {"jit_f(5)": other}, "jit_f", "5", {"a"}) == other
+    assert trace._program(programs | {"jit_f(5)": other}, "jit_f", "9", {"a"}) == {}  # they do not agree
 
 
 def test_a_directory_without_a_trace_is_refused(tmp_path):
