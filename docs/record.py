@@ -1,6 +1,6 @@
 """Draws the README's picture: runs a command and saves what it printed as a terminal in SVG.
 
-    uv run docs/record.py docs/images/decode.svg scripts/decode.py --mesh nvl72 "Tell a story about a fox."
+uv run docs/record.py docs/images/decode.svg scripts/decode.py --mesh nvl72 "Tell a story about a fox."
 """
 
 import io

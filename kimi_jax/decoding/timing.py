@@ -34,6 +34,7 @@ def measure_rounds(
     parameters = {name: parameters[name] for name in programs.needs}
     padded = -(-requests // programs.request_multiple) * programs.request_multiple
     keys, budgets = request_keys([0] * padded, [0] * padded), [limits.max_new_tokens] * padded
+
     def seconds(decode: Callable[..., Any]) -> float:
         lengths = host_arrays.place(np.full(padded, longest, np.int32), programs.mesh, REQUESTS)
         state = dataclasses.replace(start(programs, keys, budgets, longest, limits), lengths=lengths)
