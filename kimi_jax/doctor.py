@@ -24,12 +24,17 @@ if TYPE_CHECKING:
 PACKAGES = (
     "jax", "jaxlib", "flax", "orbax-checkpoint", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin",
     "jax-cuda13-pjrt", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
-    "nvidia-nccl-cu12", "nvidia-nccl-cu13",
+    "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc",
 )  # fmt: skip
 OLDEST_JAX, NEWEST_JAX = (0, 11, 2), (0, 13)
 """Versions that pyproject.toml allows: from the first, before the second."""
 DRIVERS = {"cuda12": (525, "CUDA 12"), "cuda13": (580, "CUDA 13")}
 """First Linux driver branch of each CUDA version (NVIDIA, CUDA compatibility)."""
+CARD_DRIVERS = ((r"\bG?B300\b", 575), (r"\bG?B(100|200)\b|\bBlackwell\b", 570))
+"""First driver branch of each family of cards, by what they are called."""
+WRONG_PTXAS = ((12, 8), (12, 9, 86))
+"""Versions of ptxas that miscompile masked attention, from the first up to the second, which is CUDA 12.9.1: jax's own
+attention kernels refuse the same."""
 GB, GIB = 1e9, 1024**3
 
 Level = Literal["fault", "note"]
@@ -53,6 +58,8 @@ class Facts:
     """Installed versions of PACKAGES."""
     driver: str | None
     """NVIDIA driver's version; None without one."""
+    ptxas: str | None
+    """Version of the assembler that jax uses: its wheel's, or else of the one on PATH."""
     gpus: int
     """GPUs that the driver shows to this process."""
     gpu_kinds: tuple[str, ...]
@@ -89,6 +96,7 @@ def gather() -> Facts:
         python=platform.python_version(),
         packages={name: version for name in PACKAGES if (version := _version(name))},
         driver=_driver(),
+        ptxas=_version("nvidia-cuda-nvcc-cu12") or _version("nvidia-cuda-nvcc") or _ptxas(),
         gpus=gpus,
         gpu_kinds=kinds,
         gpu_bytes=size,
@@ -143,6 +151,15 @@ def _driver() -> str | None:
     if nvml.nvmlInit_v2() or nvml.nvmlSystemGetDriverVersion(text, 80):
         return None
     return text.value.decode()
+
+
+def _ptxas() -> str | None:
+    try:
+        said = subprocess.run(["ptxas", "--version"], capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return None
+    found = re.search(r"\bV(\d+(?:\.\d+)+)", said)
+    return found[1] if found else None
 
 
 def _jax_gpus() -> tuple[tuple[str, ...], int | None, str | None]:
@@ -207,6 +224,22 @@ def _gpus(facts: Facts) -> list[Finding]:
                     f"driver {facts.driver} is too old for {cuda}, which needs {oldest} or newer", "update the driver"
                 )
             )
+    for kind in sorted(set(facts.gpu_kinds)):
+        oldest = next((branch for name, branch in CARD_DRIVERS if re.search(name, kind)), 0)
+        if facts.driver and _numbers(facts.driver) < (oldest,):
+            found.append(
+                _fault(
+                    f"driver {facts.driver} is too old for {kind}, which needs {oldest} or newer", "update the driver"
+                )
+            )
+    first, right = WRONG_PTXAS
+    if facts.ptxas and first <= _numbers(facts.ptxas) < right:
+        found.append(
+            _fault(
+                f"ptxas {facts.ptxas} miscompiles masked attention, as every version from 12.8.0 up to 12.9.0 does",
+                "install that of CUDA 12.9.1 or newer: uv sync, or pip install 'nvidia-cuda-nvcc-cu12>=12.9.86'",
+            )
+        )
     if facts.gpu_error:
         found.append(
             _fault(f"the driver shows {facts.gpus} GPUs and jax finds none: {facts.gpu_error}", "see the other faults")

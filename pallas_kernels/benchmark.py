@@ -139,11 +139,9 @@ def rehearse(card: GPU, operations: Sequence[Operation], progress: Callable[[str
     results = []
     for operation in operations:
         cases = {name: case for name, case in operation.cases.items() if not case.slow}
-        for implementation in operation.available(device):
-            for name, case in cases.items():
-                progress(f"{operation.name} {name} {implementation}")
-                params = plgpu.InterpretGPUParams(detect_races=True)
-                done = check(operation, name, case, device, implementation, params)
-                reason = done.choice.reason
-                results.append(Timing(operation.name, name, implementation, reason, done.differences[0]))
+        for implementation, name in operation.trials(device, cases):
+            progress(f"{operation.name} {name} {implementation}")
+            params = plgpu.InterpretGPUParams(detect_races=True)
+            done = check(operation, name, cases[name], device, implementation, params)
+            results.append(Timing(operation.name, name, implementation, done.choice.reason, done.differences[0]))
     return results

@@ -5,6 +5,7 @@ cards. `Operation.choose` picks one for a shape on a device and says why; `Opera
 problems that the tests take every implementation through; `self_check` compares them on the device at hand.
 """
 
+import concurrent.futures
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
@@ -98,6 +99,8 @@ class Case[Shape]:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     slow: bool = False
     """Whether the interpreter takes too long over it for a default run of the tests."""
+    only: tuple[str, ...] = ()
+    """Implementations that it is for; empty where it is for all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,6 +224,15 @@ class Operation[Shape, Config]:
         """Names of the implementations for a device's architecture."""
         return [name for name, known in self.implementations.items() if device.architecture in known.architectures]
 
+    def trials(self, device: Device, cases: Mapping[str, Case[Shape]]) -> list[tuple[str, str]]:
+        """Pairs of an implementation for the device and the name of a case for it."""
+        return [
+            (implementation, name)
+            for implementation in self.available(device)
+            for name, case in cases.items()
+            if not case.only or implementation in case.only
+        ]
+
 
 def differences(got: Any, want: Any) -> list[Difference]:
     """Compares outputs one by one."""
@@ -254,6 +266,49 @@ class Checked:
     differences: tuple[Difference, ...]
 
 
+class Trial:
+    """One implementation on one case, ready to be compiled and compared with the reference."""
+
+    def __init__(
+        self,
+        operation: Operation,
+        name: str,
+        case: Case,
+        device: Device,
+        implementation: str = "auto",
+        interpret: "plgpu.InterpretGPUParams | None" = None,
+    ) -> None:
+        self.operation, self.name, self.case, self.device = operation, name, case, device
+        choice = self.choice = operation.choose(case.shape, jnp.bfloat16, device, implementation, case.options)
+        self.arguments = operation.problem(case.shape, **case.problem)
+        self.exact = jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, self.arguments)
+        # Lowering is Python, one at a time; compiling is not, and threads share it.
+        self.kernel = jax.jit(lambda *a: operation.run(choice, *a, interpret=interpret)).lower(*self.arguments)
+        self.reference = jax.jit(operation.reference).lower(*self.exact)
+
+    def compile(self) -> "Trial":
+        """Compiles both programs."""
+        self.run, self.specification = self.kernel.compile(), self.reference.compile()
+        return self
+
+    def compare(self) -> Checked:
+        """Runs both.
+
+        Raises:
+          RuntimeError: an output differs by more than rounding; the message has the figures.
+        """
+        found = differences(self.run(*self.arguments), self.specification(*self.exact))
+        bounds = zip(self.operation.tolerances, found, strict=True)
+        if wrong := [text for bound, difference in bounds for text in bound.exceeded(difference)]:
+            raise RuntimeError(
+                f"{self.operation.name} is wrong on {self.device.kind}: {self.choice.implementation} "
+                f"({self.choice.reason}) differs from the reference at {self.name!r}, {self.case.shape}: "
+                f"{', '.join(wrong)}. Serve with implementation='reference' and report the card, the driver and the "
+                "version of jax."
+            )
+        return Checked(self.operation.name, self.name, self.choice, tuple(found))
+
+
 def check(
     operation: Operation,
     name: str,
@@ -267,27 +322,13 @@ def check(
     Raises:
       RuntimeError: an output differs by more than rounding; the message has the figures.
     """
-    choice = operation.choose(case.shape, jnp.bfloat16, device, implementation, case.options)
-    arguments = operation.problem(case.shape, **case.problem)
-    exact = jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, arguments)
-    got = jax.jit(lambda *a: operation.run(choice, *a, interpret=interpret))(*arguments)
-    want = jax.jit(operation.reference)(*exact)
-    found = differences(got, want)
-    wrong = [text for bound, error in zip(operation.tolerances, found, strict=True) for text in bound.exceeded(error)]
-    if wrong:
-        raise RuntimeError(
-            f"{operation.name} is wrong on {device.kind}: {choice.implementation} ({choice.reason}) differs from the "
-            f"reference at {name!r}, {case.shape}: {', '.join(wrong)}. Serve with implementation='reference' and "
-            "report the card, the driver and the version of jax."
-        )
-    return Checked(operation.name, name, choice, tuple(found))
+    return Trial(operation, name, case, device, implementation, interpret).compile().compare()
 
 
 def self_check(
     operation: Operation,
     device: Device | None = None,
     *,
-    cases: Mapping[str, Case] | None = None,
     interpret: "plgpu.InterpretGPUParams | None" = None,
 ) -> list[Checked]:
     """Compares every implementation for this device with the reference, before anything relies on them.
@@ -299,9 +340,9 @@ def self_check(
       RuntimeError: an implementation differs by more than rounding; do not go on.
     """
     device = device or Device.current()
-    cases = operation.checks if cases is None else cases
-    return [
-        check(operation, name, case, device, implementation, interpret)
-        for implementation in operation.available(device)
-        for name, case in cases.items()
+    trials = [
+        Trial(operation, name, operation.checks[name], device, implementation, interpret)
+        for implementation, name in operation.trials(device, operation.checks)
     ]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return [trial.compare() for trial in pool.map(Trial.compile, trials)]

@@ -20,12 +20,12 @@ CUDA12 = {
     "nvidia-nccl-cu12": "2.32.3",
 }  # fmt: skip
 TRAY = Facts(
-    python="3.12.1", packages=CUDA12, driver="580.65.06", gpus=4, gpu_kinds=("NVIDIA GB300",) * 4,
+    python="3.12.1", packages=CUDA12, driver="580.65.06", ptxas="12.9.86", gpus=4, gpu_kinds=("NVIDIA GB300",) * 4,
     gpu_bytes=int(270e9), gpu_error=None, host_bytes=int(900e9), host_free_bytes=int(800e9), cores=144,
     shared_memory_bytes=8 << 30, environment={}, flags_error=None, imex=True, infiniband=False,
 )  # fmt: skip
 HGX = dataclasses.replace(
-    TRAY, gpus=8, gpu_kinds=("NVIDIA B300 SXM6 AC",) * 8, imex=False, infiniband=True, driver="570.1"
+    TRAY, gpus=8, gpu_kinds=("NVIDIA B300 SXM6 AC",) * 8, imex=False, infiniband=True, driver="575.57.08"
 )
 
 
@@ -49,6 +49,11 @@ def test_machines_that_are_well():
         ({"packages": CUDA12 | {"jax": "0.10.1"}}, "jax 0.10.1; the project runs on"),
         ({"packages": {"jax": "0.12.0.1", "jaxlib": "0.12.0.1"}}, "4 GPUs, and no CUDA plugin"),
         ({"driver": "520.61.05"}, "driver 520.61.05 is too old for CUDA 12, which needs 525"),
+        ({"driver": "570.86.15"}, "driver 570.86.15 is too old for NVIDIA GB300, which needs 575"),
+        ({"gpu_kinds": ("NVIDIA B200",) * 4, "driver": "565.57.01"}, "too old for NVIDIA B200, which needs 570"),
+        ({"gpu_kinds": ("NVIDIA RTX PRO 6000 Blackwell",) * 4, "driver": "550.1"}, "Blackwell, which needs 570"),
+        ({"ptxas": "12.8.61"}, "ptxas 12.8.61 miscompiles masked attention"),
+        ({"ptxas": "12.9.41"}, "ptxas 12.9.41 miscompiles masked attention"),
         ({"gpu_error": "cuInit failed", "gpu_kinds": ()}, "shows 4 GPUs and jax finds none: cuInit failed"),
         ({"environment": {"JAX_PLATFORMS": "cpu"}}, "JAX_PLATFORMS is cpu"),
         ({"flags_error": "Unknown flag"}, "refuses XLA_FLAGS: Unknown flag"),
@@ -61,6 +66,20 @@ def test_faults_are_found_and_come_with_a_fix(change, words):
     assert first.level == "fault"
     assert first.fix
     assert any(re.search(words, fault) for fault in faults(sick))
+
+
+@pytest.mark.parametrize(
+    ("kind", "driver"),
+    [
+        ("NVIDIA H200", "525.60.13"),
+        ("NVIDIA GH200 480GB", "535.1"),
+        ("NVIDIA GB200", "570.1"),
+        ("NVIDIA B300", "575.1"),
+    ],
+)
+@pytest.mark.parametrize("ptxas", [None, "12.6.85", "12.9.86", "13.0.48"])
+def test_drivers_and_assemblers_that_are_new_enough(kind, driver, ptxas):
+    assert faults(dataclasses.replace(TRAY, gpu_kinds=(kind,) * 4, driver=driver, ptxas=ptxas)) == []
 
 
 @pytest.mark.parametrize(

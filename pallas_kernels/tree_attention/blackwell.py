@@ -227,7 +227,7 @@ def attend(
         config=config,
         interpret=interpret,
         kernel_name="tree_attention_blackwell",
-        scratch_types={
+        scratch={
             "ql": registers.tiles(64, TILE_ROWS, rank),
             "qr": registers.tiles(64, TILE_ROWS, rope),
             # A 64-row product whose result is 64 wide takes its right operand in 32-column atoms at most.

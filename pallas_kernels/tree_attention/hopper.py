@@ -226,7 +226,7 @@ def attend(
         config=config,
         interpret=interpret,
         kernel_name="tree_attention_hopper",
-        scratch_types={
+        scratch={
             "ql": registers.tiles(64, TILE_ROWS, rank),
             "qr": registers.tiles(64, TILE_ROWS, rope),
             "latent": registers.tiles(64, STAGES, BLOCK, rank),

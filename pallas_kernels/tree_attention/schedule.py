@@ -8,8 +8,8 @@ result; only requests cut by a boundary pass through float32 partial results, at
 """
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -167,25 +167,38 @@ def join(parts, tables: Schedule, out: jax.Ref, lse: jax.Ref, *, interpret=None)
 
 
 def run(
-    body: Callable, operands: tuple[Array, ...], tables: Schedule, *, config: Config, interpret=None, **kernel_options
+    body: Callable,
+    operands: tuple[Array, ...],
+    tables: Schedule,
+    *,
+    config: Config,
+    scratch: Mapping[str, Any],
+    interpret=None,
+    **kernel_options,
 ) -> tuple[Array, Array]:
     """Launch an attention kernel over pieces and query tiles, two warpgroups a block, and join what was cut.
 
     `operands` are the queries, the cache, the rows, the lengths and the mask, as `attend` takes them. The body gets
     references to them, to the tables of pieces and requests, to the results and, where requests may be cut, to the
-    partial results, and then its scratch. Returns outputs and natural log-sum-exp, padded to whole query tiles.
+    partial results, and its scratch by name. Returns outputs and natural log-sum-exp, padded to whole query tiles.
     """
+
+    def named(*refs):  # Mosaic would lay out a mapping in the order of its names
+        rest = len(refs) - len(scratch)
+        body(*refs[:rest], **dict(zip(scratch, refs[rest:], strict=True)))
+
     requests, _, rank = operands[0].shape
     padded = operands[-1].shape[-1]
     out, lse = results(requests, padded, rank)
     parts = plgpu.kernel(
-        body,
+        named,
         out_type=partials(config.splits, padded, rank),
         grid=(config.splits, padded // config.row_multiple),
         grid_names=("piece", "tile"),
         num_threads=2,
         thread_name="warpgroup",
         interpret=interpret,
+        scratch_types=tuple(scratch.values()),
         **kernel_options,
     )(*operands, tables.pieces, tables.requests, out, lse)
     if config.splits > 1:

@@ -126,27 +126,30 @@ CASES = {
         {"splits": 4, "min_tiles": 1},
     ),
     # One request cut into more parts than the join kernel reads at a time, and pieces with nothing to do.
-    "one request": Case(Shape(1, 1, 8, 648, (641,), kv_lora_rank=128), {}, {"splits": 14, "min_tiles": 1, "lazy": 0.0}),
+    "one request": Case(
+        Shape(1, 1, 8, 648, (641,), kv_lora_rank=128), {}, {"splits": 14, "min_tiles": 1, "lazy": 0.0}, slow=True
+    ),
     # 65 rows: the tree takes two tiles, the mask three words and the validity word.
-    "65 rows": Case(Shape(2, 65, 1, 72, (70, 3), kv_lora_rank=128), {}, {"splits": 3, "min_tiles": 2, "cluster": 1}),
+    "65 rows": Case(
+        Shape(2, 65, 1, 72, (70, 3), kv_lora_rank=128), {}, {"splits": 3, "min_tiles": 2, "cluster": 1}, slow=True
+    ),
     # The maximum rises all the time: values are rescaled at most tiles.
     "peaked": Case(
         Shape(2, 9, 4, 256, (256, 190), kv_lora_rank=128), {"query_std": 20.0}, {"splits": 2, "min_tiles": 1}
     ),
-    "full width": Case(Shape(2, 8, 8, 128, (128, 60)), {}, {"splits": 2, "min_tiles": 1}),
+    "full width": Case(Shape(2, 8, 8, 128, (128, 60)), {}, {"splits": 2, "min_tiles": 1}, slow=True),
 }
 """The table that the tests take every implementation through."""
 
 CHECKS = {
-    # One tile of query rows; contexts around a tile and none at all; cut and uncut requests.
-    "lengths": Case(Shape(6, 8, 8, 4096, (4096, 0, 1, 63, 65, 2000))),
-    # Two query tiles and more, two tiles of rows, pieces that span requests.
-    "65 rows": Case(Shape(3, 65, 8, 1024, (1000, 128, 5))),
-    # Sharp softmax: every rescale path.
-    "peaked": Case(Shape(2, 17, 16, 2048, (2048, 777)), {"query_std": 20.0}),
+    # One tile of query rows; contexts around a tile and none at all; pieces of many tiles that span and cut requests.
+    "lengths": Case(Shape(6, 8, 8, 4096, (4096, 0, 1, 63, 65, 2000)), {}, {"splits": 3}),
+    # Query tiles that share copies, two tiles of rows, and sharp scores: every rescale path.
+    "65 rows, peaked": Case(Shape(3, 65, 8, 2048, (2048, 777, 5)), {"query_std": 20.0}, {"splits": 5}),
     # Plain decoding, one long request cut over the whole card.
     "long": Case(Shape(1, 1, 64, 32768)),
 }
+"""What a card computes when a checkpoint is opened."""
 
 
 def necessary(shape: Shape, arguments: tuple[Array, ...]) -> tuple[float, float]:

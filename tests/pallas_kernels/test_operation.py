@@ -29,6 +29,8 @@ def table():
     for operation in OPERATIONS.values():
         for implementation in ("reference", *operation.implementations):
             for name, case in operation.cases.items():
+                if case.only and implementation not in case.only:
+                    continue
                 marks = [pytest.mark.slow] if case.slow and implementation != "reference" else []
                 yield pytest.param(
                     operation, implementation, case, id=f"{operation.name}-{implementation}-{name}", marks=marks

@@ -1,0 +1,175 @@
+"""What the processes of the check do. A function prints its verdicts as it goes: what came before a hang is kept."""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from kimi_jax.gpu_check.steps import MARK, Verdict
+
+REPEATS = 200
+"""Runs that must give the same bits."""
+LEAST_OF_COPY, LEAST_OF_TENSOR = 0.75, 0.5
+"""Of the data sheet: what a healthy card's copy and matrix product reach."""
+SLOWEST = 2.0
+"""Times of the model that a kernel may take."""
+OVERHEAD_US = {"int4_moe": 20.0, "tree_attention": 12.0}
+"""What the small programs around the kernels of a call cost."""
+
+
+def say(name: str, good: bool | None, figure: str, **data: Any) -> None:
+    """Prints one verdict: pass, fail, or skip where nothing was judged."""
+    verdict: Verdict = "skip" if good is None else "pass" if good else "fail"
+    print(f"{MARK}{json.dumps([name, verdict, figure, data])}", flush=True)
+
+
+def card() -> None:
+    """Driver, assembler, clocks, and the rates of memory and tensor cores beside the data sheet's."""
+    import jax
+    import jax.numpy as jnp
+
+    from kimi_jax.doctor import examine, gather
+    from meshes.hardware import GPUS
+    from pallas_kernels import benchmark, rates
+    from pallas_kernels.operation import Device
+
+    facts, device = gather(), Device.current()
+    found = [f"{finding.what}: {finding.fix}" for finding in examine(facts) if finding.level == "fault"]
+    where = f"{device.kind}, driver {facts.driver}, ptxas {facts.ptxas}, {clocks()}"
+    say("", not found, "; ".join(found) or where, kind=device.kind, driver=facts.driver, ptxas=facts.ptxas)
+    sheet = next((gpu for gpu in GPUS.values() if device.kind.startswith(gpu.device_kind)), None)
+    copy = benchmark.copy_bytes_per_s(10)
+    share = copy / sheet.hbm_bytes_per_s if sheet else None
+    of = "" if share is None else f", {share:.0%} of the data sheet"
+    say("memory copy", share is None or share >= LEAST_OF_COPY, f"{copy / 1e12:.2f} TB/s{of}", bytes_per_s=copy)
+    size = 8192
+    square = jnp.ones((size, size), jnp.bfloat16)
+    rate = rates.matmul_operations_per_s(benchmark.median_seconds(jax.jit(jnp.dot), square, square, repeats=10), size)
+    share = rate / sheet.bf16_flops_per_s if sheet else None
+    of = "" if share is None else f", {share:.0%} of the data sheet"
+    say("tensor core", share is None or share >= LEAST_OF_TENSOR, f"{rate / 1e12:.0f} TFLOP/s{of}", per_s=rate)
+    trips = 2000
+    program = jax.jit(lambda: rates.mma_sync(device.cores, trips))
+    right = bool(jnp.all(program() == 64.0 * trips))
+    rate = rates.mma_sync_operations(device.cores, trips) / benchmark.median_seconds(program, repeats=10)
+    say("mma.sync", right, f"{rate / 1e12:.0f} TFLOP/s" if right else "wrong sums", per_s=rate)
+
+
+def clocks() -> str:
+    """Clocks, power limit and temperature as nvidia-smi has them."""
+    import subprocess
+
+    fields = "clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "clocks unknown"
+    return "clock {}, of {}, memory {}, limit {}, {} °C".format(*said.split(", "))
+
+
+def checks() -> None:
+    """What is run whenever a checkpoint is opened."""
+    import time
+
+    from pallas_kernels.operation import self_check
+    from pallas_kernels.registry import OPERATIONS
+
+    for operation in OPERATIONS.values():
+        started = time.perf_counter()
+        done = self_check(operation)
+        seconds = time.perf_counter() - started
+        say(operation.name, bool(done) and seconds < 10, f"{len(done)} cases in {seconds:.1f} s", seconds=seconds)
+
+
+def kernel(operation: str, shape: str) -> None:
+    """What "auto" takes at a named shape: its values, the same bits again and again, and its time."""
+    import jax
+    import jax.numpy as jnp
+
+    from meshes.hardware import GPUS
+    from pallas_kernels import benchmark
+    from pallas_kernels.operation import Case, Device, Trial
+    from pallas_kernels.registry import OPERATIONS
+
+    known, device = OPERATIONS[operation], Device.current()
+    trial = Trial(known, shape, Case(known.shapes[shape]), device).compile()
+    if trial.choice.config is None:
+        say("", False, trial.choice.reason)
+        return
+    try:
+        figures = [vars(difference) for difference in trial.compare().differences]
+    except RuntimeError as error:
+        say("values", False, str(error))
+        return
+    figure = f"{trial.choice.implementation}, error {figures[0]['frobenius']:.1e}"
+    say("values", True, figure, differences=figures, reason=trial.choice.reason)
+    first = trial.run(*trial.arguments)
+    same = jax.jit(lambda a, b: jnp.array([jnp.array_equal(x, y) for x, y in zip(a, b, strict=True)]).all())
+    leaves = jax.tree.leaves(first)
+    apart = sum(not same(leaves, jax.tree.leaves(trial.run(*trial.arguments))) for _ in range(REPEATS))
+    say("repeats", not apart, f"{apart} of {REPEATS} differ" if apart else f"{REPEATS} runs, the same bits")
+    sheet = next((gpu for gpu in GPUS.values() if device.kind.startswith(gpu.device_kind)), None)
+    copy = benchmark.copy_bytes_per_s(5)
+    timing, *plain = benchmark.measure(known, shape, sheet, copy, 10)
+    if timing.us is None or timing.of_copy is None:
+        say("time", False, timing.note)
+        return
+    model = OVERHEAD_US[operation] + timing.us * max(timing.of_copy, timing.of_floor or 0.0)
+    figure = f"{timing.us:.0f} µs, {timing.of_copy:.0%} of copy, {timing.us / model:.1f} of the model"
+    data = {"us": timing.us, "of_copy": timing.of_copy, "of_floor": timing.of_floor, "model_us": model}
+    say("time", timing.us <= SLOWEST * model, figure, **data, plain_jax_us=plain[0].us)
+
+
+def rehearse(operation: str, card: str) -> None:
+    """A card's kernels on the small table, in Mosaic's interpreter with race detection."""
+    from meshes.hardware import gpu
+    from pallas_kernels import benchmark
+    from pallas_kernels.registry import OPERATIONS
+
+    for timing in benchmark.rehearse(gpu(card), [OPERATIONS[operation]], lambda name: None):
+        assert timing.difference is not None
+        figure = f"error {timing.difference.frobenius:.1e}, no race"
+        say(f"{timing.implementation}, {timing.shape}", True, figure, differences=vars(timing.difference))
+
+
+def random_round(layers: int) -> None:
+    """A round of K2.6's first layers with random weights: its time, and how XLA cuts it into graphs."""
+    from kimi_jax.gpu_check.round import measure
+
+    found = measure(layers)
+    seconds = found.pop("seconds")
+    graphs = ", ".join(f"{count} {name}" for name, count in found["thunks"].items())
+    figure = f"{seconds * 1e3:.2f} ms for {layers} layers, {found['experts']}, {found['attention']}"
+    say("", found["finite"], f"{figure}; {graphs}", seconds=seconds, **found)
+
+
+def compiled_round(card: str, layers: int) -> None:
+    """The same round compiled for a card that is not here."""
+    from kimi_jax.gpu_check.round import compiled
+
+    found = compiled(card, layers)
+    graphs = ", ".join(f"{count} {name}" for name, count in found["thunks"].items())
+    kernels = found["kernels"]
+    figure = f"{len(kernels)} kernels, {found['temporary_bytes'] / 1e9:.2f} GB of temporaries; {graphs}"
+    wanted = ("int4_gate_up", "int4_down", "tree_attention")
+    say("", all(any(name.startswith(want) for name in kernels) for want in wanted), figure, **found)
+
+
+def text() -> None:
+    """Greedy text of the bundled model: drafted in trees, it is the target's own."""
+    from kimi_jax.gpu_check.round import texts
+
+    for prompt, plain, drafted in texts():
+        say(prompt, plain == drafted and bool(plain), f"{len(plain)} tokens, drafted " + (
+            "the same" if plain == drafted else "otherwise"
+        ))  # fmt: skip
+
+
+WORK: dict[str, Callable[..., None]] = {
+    function.__name__: function
+    for function in (card, checks, kernel, rehearse, random_round, compiled_round, text)
+}
+
+if __name__ == "__main__":
+    WORK[sys.argv[1]](**json.loads(sys.argv[2]))
