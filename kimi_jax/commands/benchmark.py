@@ -5,36 +5,32 @@ Examples:
   uv run scripts/benchmark.py speculation --checkpoint DIR --drafter DIR --file prompts.txt --budgets 8 16 32 --json
   uv run --group fixtures scripts/benchmark.py peers
   uv run scripts/benchmark.py scaling
-  uv run scripts/benchmark.py kernels
-  uv run scripts/benchmark.py kernels --interpret h200
+  uv run scripts/benchmark.py gpu
+  uv run scripts/benchmark.py gpu --rehearse h200
 """
 
 import dataclasses
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import tyro
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kimi_jax import compilation_cache
 from kimi_jax.cli import (
     BUNDLED_CHECKPOINT,
     BUNDLED_DRAFTER,
     EngineOptions,
-    NoCache,
     errors_in_one_line,
     open_engine,
     table_console,
 )
+from kimi_jax.commands.benchmark_gpu import gpu
 from kimi_jax.prompts import NO_WISHES, Prompt, encode, read_prompts
 from kimi_jax.text_files import write_text
 from meshes.devices import use_cpu_if_no_gpu
-from meshes.hardware import card_of, gpu
 
 PROMPTS = (
     "Add 612 and 259.",
@@ -181,78 +177,10 @@ def page(runs: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path]) -
         write_text(output, saved.page(saved.load(runs)))
 
 
-@dataclasses.dataclass(frozen=True)
-class KernelOptions:
-    """Options of `kernels`."""
-
-    operations: tuple[Literal["int4_moe", "tree_attention"], ...] = ("int4_moe", "tree_attention")
-    """Which operations."""
-    shapes: str = "."
-    """Regular expression over the names of shapes, such as "ep-48" or "dp-tree33"."""
-    repeats: int = 20
-    """Timed runs of each program; the median is printed."""
-    interpret: str | None = None
-    """Check the values of this card's kernels (h200, gb300) in the interpreter instead, on any machine: small shapes,
-    and nothing is timed."""
-    no_cache: NoCache = False
-    json: bool = False
-    """Print one JSON object instead of a table."""
-
-
-def kernels(options: KernelOptions) -> None:
-    """The GPU kernels beside plain jax: values, times, fractions of copy bandwidth and floor."""
-    status = Console(stderr=True, quiet=options.json)
-    with errors_in_one_line(Console(stderr=True)):
-        has_gpu = use_cpu_if_no_gpu()
-        compilation_cache.switch(not options.no_cache)
-        if options.interpret:
-            os.environ.setdefault("PJRT_NPROC", "32")  # the interpreter blocks a thread of XLA's pool for each warp
-
-        import jax
-
-        from kimi_jax.evaluation.runs import record
-        from pallas_kernels import benchmark
-        from pallas_kernels.registry import OPERATIONS
-
-        operations = [OPERATIONS[name] for name in options.operations]
-        with status.status("starting") as line:
-            if options.interpret:
-                where = f"{options.interpret}, interpreted on a CPU"
-                results = benchmark.rehearse(gpu(options.interpret), operations, line.update)
-            elif has_gpu:
-                where, results = jax.devices()[0].device_kind, []
-                card = card_of(where)
-                copy_rate = benchmark.copy_bytes_per_s(options.repeats)
-                for operation in operations:
-                    for name in benchmark.shapes_of(operation, options.shapes):
-                        line.update(f"{operation.name} {name}")
-                        results += benchmark.measure(operation, name, card, copy_rate, options.repeats)
-            else:
-                raise ValueError(
-                    "no GPU is visible, and this times GPU kernels: run it on one, or check values with "
-                    "--interpret h200 or --interpret gb300"
-                )
-        if options.json:
-            print(json.dumps(record("kernels", where, [dataclasses.asdict(result) for result in results])))
-            return
-        table = Table(title=where)
-        for name in ("operation", "shape", "implementation"):
-            table.add_column(name)
-        for name in ("error", "µs", "of copy", "of floor"):
-            table.add_column(name, justify="right")
-        table.add_column("note")
-        for result in results:
-            error = result.difference and result.difference.frobenius
-            figures = ((error, ".1e"), (result.us, ".1f"), (result.of_copy, ".0%"), (result.of_floor, ".0%"))
-            cells = ("" if figure is None else format(figure, form) for figure, form in figures)
-            table.add_row(result.operation, result.shape, result.implementation, *cells, result.note)
-        table_console().print(table)
-
-
 def run(args: Sequence[str], prog: str | None = None) -> None:
     """Parses `args` and runs the command; `prog` is what its help calls it."""
     tyro.extras.subcommand_cli_from_dict(
-        {"speculation": speculation, "peers": peers, "scaling": scaling, "kernels": kernels, "page": page},
+        {"speculation": speculation, "peers": peers, "scaling": scaling, "gpu": gpu, "page": page},
         prog=prog,
         args=args,
         description=__doc__,

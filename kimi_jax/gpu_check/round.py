@@ -20,12 +20,13 @@ from kimi_jax.decoding.generate import Limits, prefill
 from kimi_jax.decoding.kernels import picks
 from kimi_jax.decoding.programs import Programs
 from kimi_jax.decoding.sampling import Sampling
-from kimi_jax.estimator.model import k26
+from kimi_jax.ledger.models import k26, kimi_drafter
 from kimi_jax.parameters import Parameters
-from kimi_jax.profiling.case import Case, kimi_drafter, with_layers
+from kimi_jax.profiling.case import Case, with_layers
 from kimi_jax.profiling.compile import Compiled, abstract_parameters, compile_for, compile_program, programs_of
+from kimi_jax.prompts import Prompt, encode
 from meshes.devices import build_mesh
-from meshes.hardware import GPUS
+from meshes.hardware import card_of
 from meshes.presets import preset
 from pallas_kernels.operation import Device
 
@@ -38,12 +39,12 @@ PROMPTS = ("Add 612 and 259.", "Tell a story about a fox named Mila, a forest an
 
 
 def measure(layers: int) -> dict[str, Any]:
-    """Runs rounds on this machine's first GPU; the weights of three layers and a drafter take about 30 GB.
+    """Runs rounds on this machine's first GPU; the weights of three layers and a drafter take about 32 GB.
 
     Returns seconds of the median round, what served the operations, counts of graphs, and whether all is finite.
     """
-    kind = Device.current().kind
-    case = _case(next((name for name, gpu in GPUS.items() if kind.startswith(gpu.device_kind)), None), layers)
+    card = card_of(Device.current().kind)
+    case = _case(None if card is None else card.name, layers)
     mesh = build_mesh(case.preset, jax.devices())
     programs = programs_of(case, mesh)
     parameters = random_parameters(programs)
@@ -128,8 +129,9 @@ def texts() -> Iterator[tuple[str, list[int], list[int]]]:
     machine = preset("local")
     mesh = build_mesh(machine, jax.devices())
     engine = open_checkpoint(BUNDLED_CHECKPOINT, mesh, machine.layout, jnp.float32, BUNDLED_DRAFTER)
-    for prompt in PROMPTS:
-        ids = engine.tokenizer.encode(prompt)
+    prompts = [Prompt.of(text) for text in PROMPTS]
+    rendered = encode(prompts, engine.tokenizer, raw=False, thinking=False, system=None)
+    for prompt, ids in zip(PROMPTS, rendered, strict=True):
         plain, drafted = (
             [
                 token

@@ -56,14 +56,13 @@ class Step:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def card_steps(layers: int, random: bool) -> list[Step]:
+def card_steps(layers: int, random: bool, plain: bool) -> list[Step]:
     """What a card is taken through; about ten minutes."""
     steps = [Step("card", "rates", "card", {}, 120), Step("kernels", "self-check", "checks", {}, 120)]
-    steps += [
-        Step("kernels", f"{operation} {shape}", "kernel", {"operation": operation, "shape": shape}, 120)
-        for operation, shapes in VALUES.items()
-        for shape in shapes
-    ]
+    for operation, shapes in VALUES.items():
+        for shape in shapes:
+            arguments = {"operation": operation, "shape": shape, "plain": plain}
+            steps.append(Step("kernels", f"{operation} {shape}", "kernel", arguments, 120))
     if random:
         steps += [
             Step("round", name, "random_round", {"layers": layers}, 300, {"XLA_FLAGS": _with(flag)} if flag else {})
@@ -88,14 +87,14 @@ def _with(flag: str) -> str:
     return f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 
-def run(step: Step) -> Iterator[Line]:
+def run(step: Step, module: str = "kimi_jax.gpu_check.work") -> Iterator[Line]:
     """Runs a step and yields its lines; one more that fails where the process hung, was killed or ended badly."""
-    command = [sys.executable, "-m", "kimi_jax.gpu_check.work", step.work, json.dumps(dict(step.arguments))]
+    command = [sys.executable, "-m", module, step.work, json.dumps(dict(step.arguments))]
     child = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
         env=os.environ | dict(step.environment), start_new_session=True,
     )  # fmt: skip
-    hung = False
+    hung, out, err = False, "", ""
     try:
         out, err = child.communicate(timeout=step.seconds)
     except subprocess.TimeoutExpired:

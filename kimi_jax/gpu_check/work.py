@@ -29,7 +29,7 @@ def card() -> None:
     import jax.numpy as jnp
 
     from kimi_jax.doctor import examine, gather
-    from meshes.hardware import GPUS
+    from meshes.hardware import card_of
     from pallas_kernels import benchmark, rates
     from pallas_kernels.operation import Device
 
@@ -37,7 +37,7 @@ def card() -> None:
     found = [f"{finding.what}: {finding.fix}" for finding in examine(facts) if finding.level == "fault"]
     where = f"{device.kind}, driver {facts.driver}, ptxas {facts.ptxas}, {clocks()}"
     say("", not found, "; ".join(found) or where, kind=device.kind, driver=facts.driver, ptxas=facts.ptxas)
-    sheet = next((gpu for gpu in GPUS.values() if device.kind.startswith(gpu.device_kind)), None)
+    sheet = card_of(device.kind)
     copy = benchmark.copy_bytes_per_s(10)
     share = copy / sheet.hbm_bytes_per_s if sheet else None
     of = "" if share is None else f", {share:.0%} of the data sheet"
@@ -82,13 +82,14 @@ def checks() -> None:
         say(operation.name, bool(done) and seconds < 10, f"{len(done)} cases in {seconds:.1f} s", seconds=seconds)
 
 
-def kernel(operation: str, shape: str) -> None:
+def kernel(operation: str, shape: str, plain: bool) -> None:
     """What "auto" takes at a named shape: its values, the same bits again and again, and its time."""
     import jax
     import jax.numpy as jnp
 
-    from meshes.hardware import GPUS
+    from meshes.hardware import card_of
     from pallas_kernels import benchmark
+    from pallas_kernels.alternatives import ALTERNATIVES
     from pallas_kernels.operation import Case, Device, Trial
     from pallas_kernels.registry import OPERATIONS
 
@@ -104,21 +105,23 @@ def kernel(operation: str, shape: str) -> None:
         return
     figure = f"{trial.choice.implementation}, error {figures[0]['frobenius']:.1e}"
     say("values", True, figure, differences=figures, reason=trial.choice.reason)
-    first = trial.run(*trial.arguments)
-    same = jax.jit(lambda a, b: jnp.array([jnp.array_equal(x, y) for x, y in zip(a, b, strict=True)]).all())
-    leaves = jax.tree.leaves(first)
-    apart = sum(not same(leaves, jax.tree.leaves(trial.run(*trial.arguments))) for _ in range(REPEATS))
+    first = jax.tree.leaves(trial.run(*trial.arguments))
+    same = jax.jit(lambda a, b: jnp.stack([jnp.array_equal(x, y) for x, y in zip(a, b, strict=True)]).all())
+    apart = sum(not same(first, jax.tree.leaves(trial.run(*trial.arguments))) for _ in range(REPEATS))
     say("repeats", not apart, f"{apart} of {REPEATS} differ" if apart else f"{REPEATS} runs, the same bits")
-    sheet = next((gpu for gpu in GPUS.values() if device.kind.startswith(gpu.device_kind)), None)
+    sheet = card_of(device.kind)
     copy = benchmark.copy_bytes_per_s(5)
-    timing, *plain = benchmark.measure(known, shape, sheet, copy, 10)
-    if timing.us is None or timing.of_copy is None:
-        say("time", False, timing.note)
-        return
+
+    def ours(*arguments):
+        return known.run(trial.choice, *arguments)
+
+    timing = benchmark.measure(ours, known, shape, sheet, copy, 10)
     model = OVERHEAD_US[operation] + timing.us * max(timing.of_copy, timing.of_floor or 0.0)
-    figure = f"{timing.us:.0f} µs, {timing.of_copy:.0%} of copy, {timing.us / model:.1f} of the model"
-    data = {"us": timing.us, "of_copy": timing.of_copy, "of_floor": timing.of_floor, "model_us": model}
-    say("time", timing.us <= SLOWEST * model, figure, **data, plain_jax_us=plain[0].us)
+    figure = f"{timing.us:.0f} µs, {timing.of_copy:.0%} of copy, {timing.us / model:.1f} × the model"
+    say("time", timing.us <= SLOWEST * model, figure, model_us=model, **vars(timing))
+    if plain:
+        other = benchmark.measure(ALTERNATIVES[operation], known, shape, sheet, copy, 3)
+        say("plain jax", timing.us < other.us, f"{other.us:.0f} µs", **vars(other))
 
 
 def rehearse(operation: str, card: str) -> None:
@@ -127,10 +130,10 @@ def rehearse(operation: str, card: str) -> None:
     from pallas_kernels import benchmark
     from pallas_kernels.registry import OPERATIONS
 
-    for timing in benchmark.rehearse(gpu(card), [OPERATIONS[operation]], lambda name: None):
-        assert timing.difference is not None
-        figure = f"error {timing.difference.frobenius:.1e}, no race"
-        say(f"{timing.implementation}, {timing.shape}", True, figure, differences=vars(timing.difference))
+    for done in benchmark.rehearse(gpu(card), OPERATIONS[operation]):
+        figures = [vars(difference) for difference in done.differences]
+        figure = f"error {figures[0]['frobenius']:.1e}, no race"
+        say(f"{done.choice.implementation}, {done.case}", True, figure, differences=figures)
 
 
 def random_round(layers: int) -> None:
@@ -167,8 +170,7 @@ def text() -> None:
 
 
 WORK: dict[str, Callable[..., None]] = {
-    function.__name__: function
-    for function in (card, checks, kernel, rehearse, random_round, compiled_round, text)
+    function.__name__: function for function in (card, checks, kernel, rehearse, random_round, compiled_round, text)
 }
 
 if __name__ == "__main__":

@@ -50,10 +50,8 @@ def test_necessary_bytes_and_operations_of_attention():
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_measurement_has_all_figures(name, monkeypatch):
     monkeypatch.setattr(benchmark, "SETS", 2)
+    monkeypatch.setattr(benchmark, "CALLS", 3)
     operation = dataclasses.replace(OPERATIONS[name], shapes={"small": SMALL[name]})
-    ours, plain = benchmark.measure(operation, "small", gpu("h200"), 1e12, 1)
-    assert (ours.implementation, plain.implementation) == ("reference", "plain jax")
-    for timing in (ours, plain):
-        assert timing.us > 0
-        assert timing.difference.frobenius < 8e-3
-        assert 0 < timing.of_floor < timing.of_copy
+    timing = benchmark.measure(operation.reference, operation, "small", gpu("h200"), 1e12, 1)
+    assert timing.us > 0
+    assert 0 < timing.of_floor < timing.of_copy

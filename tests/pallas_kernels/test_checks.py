@@ -46,8 +46,7 @@ def test_the_experts_check_wraps_rings_and_has_second_items(name):
             steps = items * (k // tile.k_step // tile.split)
             found = seen.setdefault((implementation, kind), {"rows": set(), "split": set(), "flat": set()})
             assert items >= 2
-            if case_name in ("ring", "narrow scales"):
-                assert steps > 2 * tile.stages, (implementation, kind, case_name)
+            assert steps > 2 * tile.stages, (implementation, kind, case_name)
             found["rows"].add(tile.rows)
             found["split"].add(tile.split)
             found["flat"].add(tile.k_step < 256)
