@@ -154,7 +154,7 @@ def first_of_a_piece(right, piece, request, first_request):
 
 SMALL_EXPERTS = Case(int4_moe.Shape(11, 2, 3, 128, 64, 4), {}, {"stages": 2, "ctas": 2})
 SMALL_ATTENTION = Case(
-    tree_attention.Shape(2, 3, 8, 136, (136, 70), kv_lora_rank=128), {}, {"splits": 2, "min_tiles": 1}
+    tree_attention.Shape(2, 3, 8, 136, (136, 70), kv_lora_rank=128), {}, {"splits": 3, "min_tiles": 1}
 )
 FAULTS = {
     "a neighbour's scale": (replaced(registers, "_scale_word", next_scale), ("warp", "hopper", "blackwell")),
