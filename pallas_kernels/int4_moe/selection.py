@@ -86,6 +86,7 @@ def _configure(
 ) -> Config:
     """Tile rows from the tuning table, as many stages as shared memory holds, a CTA a core; or what is asked for."""
     entries = [e for e in _entries(device) if e["implementation"] == engine]
+    rows = None if engine == "warp" else rows  # its registers hold one size
     tile_rows: int = rows or next((e for e in entries if _within(shape, e)), entries[-1])["rows"]
     tiles = [_tile(shape, kind, engine, tile_rows, device) for kind in ("gate_up", "down")]
     if split is not None:
