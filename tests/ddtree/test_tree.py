@@ -144,6 +144,7 @@ def test_random_tables_against_a_heap():
         tables = rng.normal(size=(50, depth, vocab)) * rng.uniform(0.3, 5, size=(50, 1, 1))
         log_probs = log_softmax(tables)
         trees = jax.jit(jax.vmap(functools.partial(build_tree, budget=budget)))(log_probs)
+        trees = jax.tree.map(np.asarray, trees)
         for r in range(50):
             check(jax.tree.map(lambda x, r=r: x[r], trees), heap_marginal(log_probs[r], budget), budget)
             count += 1
