@@ -15,7 +15,7 @@ from ptx.parser import Instruction, PtxError, Vector
 
 PRED, U16, U32, F32, U64 = (KINDS[k] for k in ("pred", "u16", "u32", "f32", "u64"))
 TINY = np.float32(2.0**-126)
-ROUNDINGS = {"rn", "approx", "full", "sat"}
+ROUNDINGS = {"rn", "approx", "full"}
 
 
 def flush(x: np.ndarray) -> np.ndarray:

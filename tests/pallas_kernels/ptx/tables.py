@@ -2,4 +2,5 @@
 
 from ptx import access, arithmetic, copies, flow, matrix, tensor
 
-TABLE = {**arithmetic.TABLE, **access.TABLE, **copies.TABLE, **flow.TABLE, **matrix.TABLE, **tensor.TABLE}
+PARTS = (arithmetic, access, copies, flow, matrix, tensor)
+TABLE = {name: entry for part in PARTS for name, entry in part.TABLE.items()}
