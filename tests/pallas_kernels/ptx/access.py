@@ -34,11 +34,11 @@ def load(decoder: Decoder, instruction: Instruction, rest: tuple[str, ...]) -> R
         raise PtxError(f"{len(registers)} registers for {count} values")
     address = decoder.address(source)
     width = int(type_name[1:]) // 8
-    held = decoder.width(registers[0]) or 32
+    held = min(decoder.width(registers[0]) or 32, 64)
     kind = kind_of(("s" if type_name.startswith("s") else "u") + str(held))
     rows = [decoder.write(r, kind) for r in registers]
     signed = np.dtype(f"i{width}") if type_name.startswith("s") else None
-    span = width * count
+    span, width = width * count, min(width, 8)
 
     def run(t: Any, where: Any) -> None:
         at, active = addresses(t, address), None

@@ -118,7 +118,7 @@ class Decoder:
 
     def register(self, name: str, width: int) -> int:
         """The row of a register of this width."""
-        declared = self.program.registers[name]
+        declared = min(self.program.registers[name], 64)  # of 128 bits only the low half is held
         if declared != width:
             raise PtxError(f"register {name} has {declared} bits, not {width}")
         if name not in self.rows:

@@ -47,6 +47,7 @@ class Emulation:
     ctas: dict[str, Iterable[int]] = dataclasses.field(default_factory=dict)
     edit: Callable[[str, Kernel], Kernel] | None = None
     calls: list[Call] = dataclasses.field(default_factory=list)
+    compiled: dict[str, Kernel] = dataclasses.field(default_factory=dict)
 
 
 def compile_kernel(card: str, function: Callable[..., Any], avals: Iterable[Any]) -> Kernel:
@@ -64,6 +65,13 @@ def compile_kernel(card: str, function: Callable[..., Any], avals: Iterable[Any]
     if key not in _KERNELS:
         _KERNELS[key] = Kernel(*compiler.of(card).compile(program))
     return _KERNELS[key]
+
+
+def kernels_of(card: str, function: Callable[..., Any], avals: Iterable[Any]) -> dict[str, Kernel]:
+    """The kernels of a function of arrays, compiled for a card but not run, by name."""
+    with emulated(card) as emulation:
+        jax.jit(function).lower(*avals)
+    return emulation.compiled
 
 
 @contextlib.contextmanager
@@ -108,6 +116,7 @@ def _lower(emulation: Emulation, primitive: Any, ctx: Any, *operands: Any, **par
     name = kernel.decoder.program.name.removesuffix("_mosaic_gpu_kernel")
     if emulation.edit is not None:
         kernel = emulation.edit(name, kernel)
+    emulation.compiled[name] = kernel
     results = [(a.shape, np.dtype(a.dtype)) for a in ctx.avals_out]
     aliases = dict(parameters["input_output_aliases"])
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -89,8 +90,10 @@ def run(
             inputs.append(Bytes(data, f"operand {number}"))
     launch = host.launch(kernel.host_ir, kernel.decoder.program, [*inputs, *outputs])
     result = Result([b.u8[: b.size].view(t).reshape(s) for b, (s, t) in zip(outputs, results, strict=True)])
-    for at in _clusters(launch, ctas):
-        cluster = Cluster(kernel.decoder, launch, at, order)
+    waiting = deque(_clusters(launch, ctas))
+    while waiting:
+        at = waiting.popleft()
+        cluster = Cluster(kernel.decoder, launch, at, order, waiting)
         cluster.run()
         result.instructions += cluster.instructions
         for barrier in (b for cta in cluster.ctas for b in cta.barriers.values()):

@@ -193,11 +193,19 @@ class Launch:
 class Cluster:
     """The CTAs that share a cluster (one, where a kernel has none), run to their end by `run`."""
 
-    def __init__(self, decoder: Decoder, launch: Launch, first: tuple[int, int, int], order: Order) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        launch: Launch,
+        first: tuple[int, int, int],
+        order: Order,
+        waiting: deque[tuple[int, int, int]] | None = None,
+    ) -> None:
         shared = decoder.program.shared_bytes + launch.dynamic_shared_bytes
         if shared > SHARED_LIMIT:
             raise EmulationError(f"a CTA asks for {shared} bytes of shared memory, at most {SHARED_LIMIT} exist")
         self.decoder, self.launch, self.order = decoder, launch, order
+        self.waiting = deque() if waiting is None else waiting
         size = launch.cluster
         ranks = [(x, y, z) for z in range(size[2]) for y in range(size[1]) for x in range(size[0])]
         self.shared = [
@@ -222,6 +230,12 @@ class Cluster:
             work()
             return
         self.queues.setdefault(queue, deque()).append(work)
+
+    def take_over(self) -> tuple[int, int, int] | None:
+        """First CTA of a cluster that has not begun, whose work this one does from now on; None if there is none."""
+        if not self.waiting or (self.random is not None and self.random.integers(2)):
+            return None
+        return self.waiting.popleft()
 
     def now(self, kind: str) -> bool:
         """Whether work of this kind happens when it is issued."""

@@ -311,7 +311,7 @@ WAIT = "again: mbarrier.try_wait.parity.shared.b64 %p4, [base+512], PARITY; @!%p
 ARRIVE = "mbarrier.arrive.release.cta.shared::cta.b64 _, [base+512];"
 WRONG = {
     "a barrier that nobody arrives at": (START + WAIT.replace("PARITY", "0"), DeadlockError, "parity 0 of the barrier"),
-    "the wrong phase": (START + ARRIVE + WAIT.replace("PARITY", "1"), DeadlockError, "parity 1 of the barrier in phase 1"),
+    "the wrong phase": (START + ARRIVE + WAIT.replace("PARITY", "1"), DeadlockError, "parity 1 of the .* in phase 1"),
     "an arrival too many": (START + "@%p1 " + ARRIVE + ARRIVE, EmulationError, "more than are pending"),
     "an arrival too few": (START + "@!%p1 " + ARRIVE, EmulationError, "at the end, barrier in phase 0 with 1 of 32"),
     "bytes that never come": (
