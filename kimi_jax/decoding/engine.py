@@ -2,10 +2,9 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, Unpack
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +21,14 @@ from kimi_jax.ddtree.budget import ROW_COUNTS
 from kimi_jax.decoding.automatic import AutomaticBudget, RoundCosts
 from kimi_jax.decoding.conversation import Answer, ChatOptions, Messages, Text, TextOptions, of_messages, of_text
 from kimi_jax.decoding.cpu_form import cpu_form
+from kimi_jax.decoding.dflash_drafter import DFlashContext, DFlashDrafter
 from kimi_jax.decoding.forcing import force, logits_of
 from kimi_jax.decoding.generate import Limits, Progress, generate, one_each, token_rows
 from kimi_jax.decoding.kernels import Pick, picks
 from kimi_jax.decoding.programs import Programs
 from kimi_jax.decoding.rebalance import Rebalancer
 from kimi_jax.decoding.sampling import Sampling
-from kimi_jax.decoding.speculation import DFlashSpeculation, NoSpeculation, Speculation
+from kimi_jax.decoding.speculation import PLAIN, Draft, Drafter, Speculation
 from kimi_jax.decoding.timing import measure_rounds, part_seconds
 from kimi_jax.drafter.config import DrafterConfig
 from kimi_jax.drafter.dflash import DFlash
@@ -53,28 +53,6 @@ Costs = Callable[[int, int], RoundCosts]
 """Requests of a batch, over the whole mesh, and cached positions of each, to what a round costs by its rows."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Draft:
-    """How to speculate."""
-
-    kind: Literal["none", "chain", "ddtree"] = "ddtree"
-    budget: int | Literal["auto"] = "auto"
-    """Tree nodes a request, the root not counted; auto weighs expected tokens against cost before every dispatch."""
-    keep_chain: bool = False
-    """Always verify the argmax chain; the rest of the budget goes to the best other prefixes."""
-    shared: bool = False
-    """One budget for a device group's requests together."""
-    synthetic: float | None = None
-    """Mean acceptance length to pretend."""
-
-    def __post_init__(self) -> None:
-        if self.budget != "auto" and self.budget < 0:
-            raise ValueError(f"budget is {self.budget}; a tree has 0 nodes or more")
-        if self.synthetic is not None and not 1 <= self.synthetic < math.inf:
-            raise ValueError(f"synthetic acceptance is {self.synthetic}; every round gives at least 1 token")
-
-
-PLAIN = Draft(kind="none")
 MOST_NODES = ROW_COUNTS[-1] - 1
 """Tree nodes that `auto` chooses at most."""
 
@@ -180,24 +158,10 @@ class Engine:
 
     def _speculation(self, draft: Draft) -> Speculation:
         if draft.kind == "none" or draft.budget == 0:
-            return NoSpeculation()
-        if self.drafter is None:
-            raise ValueError(f"speculation {draft.kind} needs a drafter: open the checkpoint with one")
-        longest = self.drafter.config.block_size - 1
-        if draft.kind == "chain":
-            budget = longest if draft.budget == "auto" else min(draft.budget, longest)
-        else:
-            budget = 0 if draft.budget == "auto" else draft.budget
-        return DFlashSpeculation(
-            drafter=self.drafter,
-            shape="chain" if draft.kind == "chain" else "tree",
-            budget=budget,
-            keep_chain=draft.keep_chain or draft.synthetic is not None,
-            shared=draft.shared,
-            synthetic=draft.synthetic,
-            tp=self.mesh.shape["tp"],
-            known_ids=self.known_ids,
-        )
+            return Speculation()
+        if draft.kind not in DRAFTERS:
+            raise ValueError(f"speculation is {draft.kind!r}; choose from {', '.join(['none', *DRAFTERS])}")
+        return Speculation(DRAFTERS[draft.kind](self, draft), draft.synthetic)
 
     def generate(
         self,
@@ -288,10 +252,11 @@ class Engine:
     def picks(self, draft: Draft, requests: int, capacity: int) -> list[Pick]:
         """What serves the hot operations of a round."""
         rows = 1
-        if draft.kind != "none" and self.drafter is not None:
-            longest = self.drafter.config.block_size - 1 if draft.kind == "chain" else MOST_NODES
-            rows += longest if draft.budget == "auto" else draft.budget
-            rows = min(rows, longest + 1) if draft.kind == "chain" else rows
+        if draft.kind == "ddtree":
+            rows += MOST_NODES if draft.budget == "auto" else draft.budget
+        elif draft.kind != "none":
+            longest = self._speculation(draft).max_depth
+            rows += longest if draft.budget == "auto" else min(draft.budget, longest)
         return picks(
             self.config, self.model.placement, self.layout, self.mesh, self.dtype,
             requests=requests, rows=rows, capacity=capacity,
@@ -308,6 +273,28 @@ class Engine:
         programs = self.next_programs(sampling, draft, prompts, limits)
         with jax.default_matmul_precision("highest"):
             return part_seconds(programs, self.parameters, prompts, limits)
+
+
+def _dflash(engine: Engine, draft: Draft) -> DFlashDrafter:
+    if engine.drafter is None:
+        raise ValueError(f"speculation {draft.kind} needs a drafter: open the checkpoint with one")
+    longest = engine.drafter.config.block_size - 1
+    if draft.kind == "chain":
+        budget = longest if draft.budget == "auto" else min(draft.budget, longest)
+    else:
+        budget = 0 if draft.budget == "auto" else draft.budget
+    return DFlashDrafter(
+        DFlashContext(engine.drafter, engine.mesh.shape["tp"]),
+        shape="chain" if draft.kind == "chain" else "tree",
+        budget=budget,
+        keep_chain=draft.keep_chain or draft.synthetic is not None,
+        shared=draft.shared,
+        known_ids=engine.known_ids,
+    )
+
+
+DRAFTERS: dict[str, Callable[[Engine, Draft], Drafter]] = {"chain": _dflash, "ddtree": _dflash}
+"""What makes an engine's drafter, by the name that `Draft.kind` takes."""
 
 
 def model_for(config: ModelConfig, layout: Layout, placements: Sequence[Placement] | None = None) -> CausalLM:

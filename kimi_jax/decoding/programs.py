@@ -10,7 +10,7 @@ tokens, and commits the accepted path. Without a drafter the tree is its root: t
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kimi_jax.ddtree.acceptance import Acceptance, emit
 from kimi_jax.ddtree.tree import DraftTree
 from kimi_jax.decoding.sampling import Sampling, next_tokens, only_known
-from kimi_jax.decoding.speculation import DFlashSpeculation, NoSpeculation, Speculation
+from kimi_jax.decoding.speculation import Speculation
 from kimi_jax.decoding.state import FINE, Counters, DecodeState, Snapshot, initial_state
 from kimi_jax.model.cache import Latents, commit
 from kimi_jax.model.moe import MixtureOfExperts
@@ -57,8 +57,8 @@ class Verified:
 class Programs:
     """Programs for one model on one mesh with one way of sampling; compiled at first use for each batch shape.
 
-    Parameters are passed as `{"target": …}`, with `"drafter"` beside it where there is speculation, and `"placement"`,
-    tables by layer, where experts move.
+    Parameters are passed as `{"target": …}`, with `"drafter"` beside it where the drafter has weights, and
+    `"placement"`, tables by layer, where experts move.
     """
 
     model: CausalLM
@@ -67,7 +67,7 @@ class Programs:
     sampling: Sampling
     stop_ids: tuple[int, ...]
     dtype: DTypeLike
-    speculation: Speculation = dataclasses.field(default_factory=NoSpeculation)
+    speculation: Speculation = dataclasses.field(default_factory=Speculation)
     experts_move: bool = False
     """The placement of experts is an argument and not part of the programs, and their loads are counted."""
     exchange_may_overflow: bool = False
@@ -78,8 +78,7 @@ class Programs:
     def with_rows(self, rows: int) -> "Programs":
         """The same with draft trees of so many rows, the root included. It takes this one's states; compiled once."""
         if rows not in self._by_rows:
-            speculation = dataclasses.replace(cast(DFlashSpeculation, self.speculation), budget=rows - 1)
-            self._by_rows[rows] = dataclasses.replace(self, speculation=speculation)
+            self._by_rows[rows] = dataclasses.replace(self, speculation=self.speculation.with_budget(rows - 1))
         return self._by_rows[rows]
 
     @functools.cached_property
@@ -99,7 +98,7 @@ class Programs:
     @property
     def needs(self) -> tuple[str, ...]:
         """The parts of the parameters that the programs take."""
-        drafter = () if self.speculation.drafter is None else ("drafter",)
+        drafter = () if self.speculation.module is None else ("drafter",)
         return ("target", *drafter, *(("placement",) if self.experts_move else ()))
 
     def _compile(
@@ -111,8 +110,8 @@ class Programs:
     @functools.cached_property
     def _weights(self) -> Parameters:
         weights: Parameters = {"target": specs(self.model, self.rules)}
-        if self.speculation.drafter is not None:
-            weights["drafter"] = specs(self.speculation.drafter, self.rules)
+        if self.speculation.module is not None:
+            weights["drafter"] = specs(self.speculation.module, self.rules)
         if self.experts_move:
             weights["placement"] = REPLICATED
         return weights
@@ -122,7 +121,7 @@ class Programs:
         """How a state lies on the mesh, as the beginnings of its tree."""
         places: dict[str, Any] = {field.name: REQUESTS for field in dataclasses.fields(DecodeState)}
         places["cache"] = cache_spec(self.rules)
-        places["context"] = self.speculation.context_spec
+        places["context"] = None if self.speculation.context is None else self.speculation.context.spec
         places["hits"] = REQUESTS if self.speculation.max_depth else None
         counters: dict[str, Any] = {
             "loads": REQUESTS if self.experts_move else None,

@@ -1,32 +1,55 @@
-"""What a round proposes: nothing but the anchor, a chain, or a draft tree."""
+"""What a round proposes and accepts: nothing but the anchor, or what a drafter proposes: a chain, or a draft tree."""
 
 import dataclasses
-from typing import Literal, Protocol
+import math
+from typing import Any, Literal, Protocol, Self, cast
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from kimi_jax.ddtree.acceptance import Acceptance, walk
-from kimi_jax.ddtree.budget import share_nodes
-from kimi_jax.ddtree.tree import DraftTree, build_lattice, chain, greedy_path, truncate
-from kimi_jax.decoding.sampling import KEYS, only_known
+from kimi_jax.ddtree.tree import DraftTree
+from kimi_jax.decoding.sampling import KEYS
 from kimi_jax.decoding.state import DecodeState
-from kimi_jax.drafter.context import CONTEXT, empty_context
-from kimi_jax.drafter.dflash import DFlash, stack_taps
 from kimi_jax.model.transformer import CausalLM
-from kimi_jax.parallel.collectives import all_reduce
 from kimi_jax.parameters import Parameters, bind
 
 
-class Speculation(Protocol):
-    """How a round drafts. Methods run inside the mesh on this device's requests; `bound` gives the object that does."""
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """How to speculate."""
+
+    kind: str = "ddtree"
+    """A drafter of the table `engine.DRAFTERS`, or none."""
+    budget: int | Literal["auto"] = "auto"
+    """Tree nodes a request, the root not counted; auto weighs expected tokens against cost before every dispatch."""
+    keep_chain: bool = False
+    """Always verify the argmax chain; the rest of the budget goes to the best other prefixes."""
+    shared: bool = False
+    """One budget for a device group's requests together."""
+    synthetic: float | None = None
+    """Mean acceptance length to pretend."""
+
+    def __post_init__(self) -> None:
+        if self.budget != "auto" and self.budget < 0:
+            raise ValueError(f"budget is {self.budget}; a tree has 0 nodes or more")
+        if self.synthetic is not None and not 1 <= self.synthetic < math.inf:
+            raise ValueError(f"synthetic acceptance is {self.synthetic}; every round gives at least 1 token")
+
+
+PLAIN = Draft(kind="none")
+
+
+class DraftContext(Protocol):
+    """What a drafter keeps of each text, beside the state that all rounds have."""
 
     @property
-    def drafter(self) -> DFlash | None:
-        """Declarations of the drafter's weights."""
+    def module(self) -> nnx.Module | None:
+        """Declarations of the drafter's weights, which are `parameters["drafter"]`; None where it has none."""
         ...
 
     @property
@@ -35,21 +58,12 @@ class Speculation(Protocol):
         ...
 
     @property
-    def max_depth(self) -> int:
-        """Longest path of a tree; a round gives at most one token more."""
-        ...
-
-    @property
-    def context_spec(self) -> PartitionSpec | None:
+    def spec(self) -> PartitionSpec:
         """How the arrays of a context lie on the mesh."""
         ...
 
-    def bound(self, parameters: Parameters | None) -> "Speculation":
-        """The same with the drafter's arrays in place of its declarations."""
-        ...
-
-    def empty_context(self, requests: int, capacity: int, dtype: DTypeLike) -> PyTree:
-        """What the drafter keeps of each request's text of at most `capacity` tokens, before any, as global arrays."""
+    def empty(self, requests: int, capacity: int, dtype: DTypeLike) -> PyTree:
+        """The arrays for texts of at most `capacity` tokens, before any, as global arrays."""
         ...
 
     def extend(
@@ -58,145 +72,120 @@ class Speculation(Protocol):
         """Adds the first `counts` rows of `taps`, which stand at positions from `starts` on."""
         ...
 
+
+class Drafter(Protocol):
+    """What proposes trees. Where its context has weights, both are dataclasses whose fields are `context`, `module`.
+
+    Methods run inside the mesh on this device's requests.
+    """
+
+    @property
+    def max_depth(self) -> int:
+        """Longest path of its trees, at least 1; a round gives at most one token more."""
+        ...
+
+    @property
+    def context(self) -> DraftContext | None:
+        """None for a drafter that needs no more of a text than the state has."""
+        ...
+
     def propose(self, model: CausalLM, state: DecodeState) -> DraftTree:
         """Trees of all requests, rooted at their anchors."""
         ...
 
-    def accept(self, tree: DraftTree, drawn: Int[Array, "requests rows"], state: DecodeState) -> Acceptance:
-        """The accepted paths, given each row's next token."""
-        ...
-
 
 @dataclasses.dataclass(frozen=True)
-class NoSpeculation:
-    """Plain decoding: the tree is its root, so a round runs one row and gives one token."""
+class Speculation:
+    """A round's proposals and their acceptance. Without a drafter a round runs one row and gives one token.
 
-    drafter: None = None
-    tap_layers: tuple[int, ...] = ()
-    max_depth: int = 0
-    context_spec: None = None
+    Raises:
+      ValueError: a drafter whose `max_depth` is missing, or less than 1.
+    """
 
-    def bound(self, parameters: Parameters | None) -> "NoSpeculation":
-        """There is nothing to bind."""
-        return self
-
-    def empty_context(self, requests: int, capacity: int, dtype: DTypeLike) -> PyTree:
-        """Nothing."""
-        return None
-
-    def extend(self, context: PyTree, taps: list[Array], starts: Array, counts: Array) -> PyTree:
-        """Nothing."""
-        return context
-
-    def propose(self, model: CausalLM, state: DecodeState) -> DraftTree:
-        """The anchors alone."""
-        return root_only(state.anchors)
-
-    def accept(self, tree: DraftTree, drawn: Int[Array, "requests rows"], state: DecodeState) -> Acceptance:
-        """The root, always."""
-        return jax.vmap(walk)(tree, drawn)
-
-
-def root_only(anchors: Int[Array, " requests"]) -> DraftTree:
-    """Trees of one row each."""
-    requests = anchors.shape[0]
-    zeros = jnp.zeros((requests, 1), jnp.int32)
-    return DraftTree(
-        tokens=anchors[:, None],
-        parents=zeros - 1,
-        depths=zeros,
-        cum_log_probs=jnp.zeros((requests, 1)),
-        ancestors=jnp.ones((requests, 1, 1), bool),
-        num_nodes=jnp.zeros(requests, jnp.int32),
-        max_depth=0,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class DFlashSpeculation:
-    """Drafting with DFlash: the argmax chain of its block, or the best tree of prefixes (DDTree)."""
-
-    drafter: DFlash
-    shape: Literal["chain", "tree"]
-    budget: int
-    """Nodes of a tree at most, the root not counted."""
-    keep_chain: bool = False
-    """Always take the argmax chain into the tree, and spend what is left of the budget on other prefixes."""
-    shared: bool = False
-    """Let the requests of a device group share their budgets: the best prefixes of all are verified."""
+    drafter: Drafter | None = None
     synthetic: float | None = None
     """Replaces the acceptance length by this mean. The text is then meaningless; throughput is not."""
-    tp: int = 1
-    known_ids: int | None = None
-    """No id from here on is drafted; see `Programs`."""
 
-    @property
-    def tap_layers(self) -> tuple[int, ...]:
-        """As the drafter's configuration names them."""
-        return self.drafter.config.target_layer_ids
+    def __post_init__(self) -> None:
+        if self.drafter is None:
+            return
+        depth = getattr(self.drafter, "max_depth", None)
+        if not isinstance(depth, int) or depth < 1:
+            name = type(self.drafter).__name__
+            raise ValueError(f"drafter {name} has max_depth {depth}; give it the longest path of its trees, at least 1")
 
     @property
     def max_depth(self) -> int:
-        """All of a block but its anchor, whatever the budget: one state serves programs of several budgets."""
-        return self.drafter.config.block_size - 1
+        """Longest path of a tree; a round gives at most one token more."""
+        return 0 if self.drafter is None else self.drafter.max_depth
 
     @property
-    def context_spec(self) -> PartitionSpec:
-        """Requests over dp and ep, key-value heads over tp."""
-        return CONTEXT
+    def context(self) -> DraftContext | None:
+        """The drafter's context."""
+        return None if self.drafter is None else self.drafter.context
 
-    def bound(self, parameters: Parameters | None) -> "DFlashSpeculation":
-        """Raises KeyError where there are no drafter parameters."""
+    @property
+    def module(self) -> nnx.Module | None:
+        """Declarations of the drafter's weights."""
+        return None if self.context is None else self.context.module
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """Target layers whose output the drafter reads."""
+        return () if self.context is None else self.context.tap_layers
+
+    def _with_drafter(self, **changes: Any) -> Self:
+        return dataclasses.replace(self, drafter=dataclasses.replace(cast(Any, self.drafter), **changes))
+
+    def with_budget(self, nodes: int) -> Self:
+        """The same with trees of so many nodes, for a drafter that has a budget."""
+        return self._with_drafter(budget=nodes)
+
+    def bound(self, parameters: Parameters | None) -> Self:
+        """The same with the drafter's arrays in place of its declarations.
+
+        Raises:
+          KeyError: there are weights declared, and no parameters.
+        """
+        if self.module is None:
+            return self
         if parameters is None:
             raise KeyError("the parameters hold no 'drafter' beside the 'target'")
-        return dataclasses.replace(self, drafter=bind(self.drafter, parameters))
+        module = bind(self.module, parameters)
+        return self._with_drafter(context=dataclasses.replace(cast(Any, self.context), module=module))
 
     def empty_context(self, requests: int, capacity: int, dtype: DTypeLike) -> PyTree:
-        """A ring of keys and values for each drafter layer: the draft window, or the whole text where that is less."""
-        config = self.drafter.config
-        config = dataclasses.replace(config, draft_window=min(config.draft_window, capacity))
-        return empty_context(config, requests, dtype, self.tp)
+        """What the drafter keeps of each request's text of at most `capacity` tokens, before any, as global arrays."""
+        return None if self.context is None else self.context.empty(requests, capacity, dtype)
 
     def extend(
         self, context: PyTree, taps: list[Array], starts: Int[Array, " requests"], counts: Int[Array, " requests"]
     ) -> PyTree:
-        """Fuses the taps and writes their keys and values into the rings."""
+        """Adds the first `counts` rows of `taps`, which stand at positions from `starts` on."""
+        if self.context is None:
+            return context
         with jax.named_scope("drafter"):
-            return self.drafter.extend_context(context, stack_taps(taps), starts, counts)
+            return self.context.extend(context, taps, starts, counts)
 
     def propose(self, model: CausalLM, state: DecodeState) -> DraftTree:
-        """One forward of the drafter, then the tree. Without a budget nothing is drafted, but the context is kept."""
-        if self.budget == 0:
+        """Trees of all requests, rooted at their anchors; without a drafter the anchors alone.
+
+        Raises:
+          ValueError: a tree that is deeper than the drafter says: the state has no room for its statistics.
+        """
+        if self.drafter is None:
             return root_only(state.anchors)
-        tree = self._draft(model, state)
-        return self._share(tree, state) if self.shared else tree
-
-    def _draft(self, model: CausalLM, state: DecodeState) -> DraftTree:
-        with jax.named_scope("drafter"):
-            hidden = self.drafter.draft(state.context, state.anchors, state.lengths, model.model.embed_tokens)
-            hidden = hidden[:, : min(self.max_depth, self.budget)]
-            logits = only_known(self.drafter.logits(hidden, model.lm_head), self.known_ids)
-        with jax.named_scope("tree"):
-            k = 1 if self.shape == "chain" else max(1, min(self.budget, model.config.vocab_size))
-            log_probs, ids = self.drafter.candidates(hidden, logits, state.anchors, k)
-            build = self._chain if self.shape == "chain" else self._tree
-            return jax.vmap(build)(log_probs, ids, state.anchors)
-
-    def _chain(self, log_probs: Float[Array, "depth parents k"], ids: Int[Array, "depth k"], root: Array) -> DraftTree:
-        return chain(*greedy_path(log_probs, ids), root=root)
-
-    def _tree(self, log_probs: Float[Array, "depth parents k"], ids: Int[Array, "depth k"], root: Array) -> DraftTree:
-        return build_lattice(log_probs, ids, self.budget, root=root, keep_chain=self.keep_chain)
-
-    def _share(self, tree: DraftTree, state: DecodeState) -> DraftTree:
-        """Cuts the trees to their shares of the running requests' common budget."""
-        active = ~state.finished
-        with jax.named_scope("tree"):
-            total = self.budget * all_reduce(active.sum(), "ep")
-            return jax.vmap(truncate)(tree, share_nodes(tree.cum_log_probs, active, total))
+        tree = self.drafter.propose(model, state)
+        if tree.max_depth > self.max_depth:
+            name = type(self.drafter).__name__
+            raise ValueError(
+                f"drafter {name} proposed a tree of depth {tree.max_depth}, and its max_depth is {self.max_depth}; "
+                "give it the longest path of its trees"
+            )
+        return tree
 
     def accept(self, tree: DraftTree, drawn: Int[Array, "requests rows"], state: DecodeState) -> Acceptance:
-        """The walk along the target's tokens, or a path of the wanted length."""
+        """The walk along each row's next token as the target has drawn it, or a path of the wanted length."""
         if self.synthetic is None:
             return jax.vmap(walk)(tree, drawn)
         return jax.vmap(self._synthetic_path)(tree, drawn, state.keys, state.lengths)
@@ -215,3 +204,18 @@ class DFlashSpeculation:
         path = jnp.where(step < accepted, path, 0)
         tokens = jnp.where(step < accepted, drawn[path], -1)
         return Acceptance(path=path, length=accepted, tokens=tokens, bonus=drawn[path[accepted - 1]])
+
+
+def root_only(anchors: Int[Array, " requests"]) -> DraftTree:
+    """Trees of one row each."""
+    requests = anchors.shape[0]
+    zeros = jnp.zeros((requests, 1), jnp.int32)
+    return DraftTree(
+        tokens=anchors[:, None],
+        parents=zeros - 1,
+        depths=zeros,
+        cum_log_probs=jnp.zeros((requests, 1)),
+        ancestors=jnp.ones((requests, 1, 1), bool),
+        num_nodes=jnp.zeros(requests, jnp.int32),
+        max_depth=0,
+    )

@@ -21,10 +21,11 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from kimi_jax.decoding.dflash_drafter import DFlashContext, DFlashDrafter
 from kimi_jax.decoding.engine import model_for
 from kimi_jax.decoding.programs import Programs
 from kimi_jax.decoding.sampling import Sampling
-from kimi_jax.decoding.speculation import DFlashSpeculation, NoSpeculation, Speculation
+from kimi_jax.decoding.speculation import Speculation
 from kimi_jax.decoding.state import DecodeState
 from kimi_jax.drafter.dflash import DFlash
 from kimi_jax.model.attention import LatentAttention
@@ -89,10 +90,11 @@ def placed_weights(programs: Programs) -> tuple[Placed, ...]:
 def programs_of(case: Case, mesh: Mesh) -> Programs:
     """The decoding programs of a case, as the engine makes them, with greedy sampling."""
     model = model_for(case.config, case.preset.layout)
-    speculation: Speculation = NoSpeculation()
+    speculation = Speculation()
     if case.budget and case.drafter is not None:
         tp = case.preset.layout.tp
-        speculation = DFlashSpeculation(DFlash(case.drafter, tp), "tree", case.budget, tp=tp)
+        context = DFlashContext(DFlash(case.drafter, tp), tp)
+        speculation = Speculation(DFlashDrafter(context, "tree", case.budget))
     layout = case.preset.layout
     return Programs(
         model, mesh, rules(layout), Sampling(), case.config.eos_token_ids, case.dtype, speculation,
@@ -246,7 +248,7 @@ def _array(mesh: Mesh, shape: tuple[int, ...], dtype: DTypeLike, spec: Partition
 
 def abstract_parameters(programs: Programs) -> Parameters:
     """Shapes and shardings of what the programs need. Raises CompileError for a weight that its axes cut unevenly."""
-    modules = {"target": programs.model, "drafter": programs.speculation.drafter}
+    modules = {"target": programs.model, "drafter": programs.speculation.module}
     parameters: Parameters = {}
     for name in programs.needs:
         module = modules[name]

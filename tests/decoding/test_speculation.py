@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtyping import Array
 
 from kimi_jax.ddtree.tree import build_tree, chain
 from kimi_jax.decoding.automatic import RoundCosts
@@ -14,18 +13,19 @@ from kimi_jax.decoding.engine import PLAIN, Draft
 from kimi_jax.decoding.generate import Limits, generate, prefill
 from kimi_jax.decoding.report import Report, rounds_by_tokens
 from kimi_jax.decoding.sampling import Sampling, filtered_logits
-from kimi_jax.decoding.speculation import NoSpeculation
+from kimi_jax.decoding.speculation import Speculation
 from kimi_jax.model.transformer import causal_rows
 
 GREEDY = Sampling()
 
 
-@dataclasses.dataclass(frozen=True)
-class Told(NoSpeculation):
+class Told:
     """Drafts the tokens it was told, by request and position."""
 
-    tokens: Array = dataclasses.field(default_factory=lambda: jnp.zeros((1, 1), jnp.int32))
-    max_depth: int = 7
+    max_depth, context = 7, None
+
+    def __init__(self, tokens):
+        self.tokens = jnp.asarray(tokens)
 
     def propose(self, model, state):
         positions = state.lengths[:, None] + 1 + jnp.arange(self.max_depth)
@@ -33,16 +33,16 @@ class Told(NoSpeculation):
         return jax.vmap(lambda ids, root: chain(jnp.zeros(self.max_depth), ids, root=root))(ids, state.anchors)
 
 
-@dataclasses.dataclass(frozen=True)
-class Fixed(NoSpeculation):
-    """Drafts the best tree of one table of log-probabilities, whatever the text."""
+class Fixed:
+    """Drafts the best tree of 16 nodes of one table of log-probabilities, whatever the text."""
 
-    log_probs: Array = dataclasses.field(default_factory=lambda: jnp.zeros((1, 1)))
-    budget: int = 7
-    max_depth: int = 3
+    context = None
+
+    def __init__(self, log_probs):
+        self.log_probs, self.max_depth = log_probs, log_probs.shape[0]
 
     def propose(self, model, state):
-        return jax.vmap(lambda root: build_tree(self.log_probs, self.budget, root=root))(state.anchors)
+        return jax.vmap(lambda root: build_tree(self.log_probs, 16, root=root))(state.anchors)
 
 
 def run(programs, parameters, prompts, limits, seed=0, samples=None):
@@ -58,8 +58,8 @@ def texts(engine, prompts, limits, draft=PLAIN, sampling=GREEDY, seed=0):
     return run(programs, engine.parameters, prompts, limits, seed)[0]
 
 
-def with_speculation(engine, speculation, sampling=GREEDY):
-    return dataclasses.replace(engine.programs(sampling), speculation=speculation)
+def with_drafter(engine, drafter, sampling=GREEDY):
+    return dataclasses.replace(engine.programs(sampling), speculation=Speculation(drafter))
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_a_drafter_that_knows_the_answer_accepts_whole_blocks(count, engines, pr
     table = np.zeros((count, 64), np.int32)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         table[row, len(prompt) : len(prompt) + len(answer)] = answer
-    told, last = run(with_speculation(engine, Told(tokens=jnp.asarray(table))), engine.parameters, prompts, limits)
+    told, last = run(with_drafter(engine, Told(table)), engine.parameters, prompts, limits)
     assert told == answers
     # One token from prefill, then 8 a round: 23 more take three, the last one cut.
     assert last.snapshot.rounds.tolist() == [3] * count
@@ -153,8 +153,8 @@ def test_a_drafter_that_knows_nothing_accepts_one_token_a_round(engines, prompts
     engine, limits = engines(), Limits(max_new_tokens=12)
     answers = texts(engine, prompts, limits)
     never = next(token for token in range(320) if not any(token in text for text in answers))
-    told = Told(tokens=jnp.full((3, 64), never, jnp.int32))
-    wrong, last = run(with_speculation(engine, told), engine.parameters, prompts, limits)
+    told = Told(np.full((3, 64), never, np.int32))
+    wrong, last = run(with_drafter(engine, told), engine.parameters, prompts, limits)
     assert wrong == answers
     assert rounds_by_tokens(last.snapshot).tolist() == [0, 33, 0, 0, 0, 0, 0, 0, 0]
 
@@ -166,7 +166,7 @@ def test_max_new_tokens_is_exact_inside_an_accepted_path(limit, engines, prompts
     table = np.zeros((1, 64), np.int32)
     table[0, len(prompts[0]) : len(prompts[0]) + 24] = answer
     told, _ = run(
-        with_speculation(engine, Told(tokens=jnp.asarray(table))), engine.parameters, prompts[:1],
+        with_drafter(engine, Told(table)), engine.parameters, prompts[:1],
         Limits(max_new_tokens=limit),
     )  # fmt: skip
     assert told == [answer[:limit]]
@@ -178,7 +178,7 @@ def test_a_stop_token_inside_an_accepted_path_ends_the_text_there(engines, promp
     table = np.zeros((1, 64), np.int32)
     table[0, len(prompts[0]) : len(prompts[0]) + 24] = answer
     stop = answer[4]  # the fourth draft of the first round
-    programs = dataclasses.replace(with_speculation(engine, Told(tokens=jnp.asarray(table))), stop_ids=(stop,))
+    programs = dataclasses.replace(with_drafter(engine, Told(table)), stop_ids=(stop,))
     told, last = run(programs, engine.parameters, prompts[:1], limits)
     assert told == [answer[: answer.index(stop) + 1]]
     assert last.snapshot.rounds.tolist() == [1]
@@ -200,7 +200,7 @@ def test_acceptance_length_counts_no_token_behind_the_limit(limit, engines, prom
     answer = texts(engine, prompts[:1], Limits(max_new_tokens=24))[0]
     table = np.zeros((1, 64), np.int32)
     table[0, len(prompts[0]) : len(prompts[0]) + 24] = answer
-    programs = with_speculation(engine, Told(tokens=jnp.asarray(table)))
+    programs = with_drafter(engine, Told(table))
     _, last = run(programs, engine.parameters, prompts[:1], Limits(max_new_tokens=limit))
     report = Report(1)
     report.add(last)
@@ -219,7 +219,7 @@ def test_ids_beyond_the_tokenizer_are_neither_drawn_nor_drafted(mesh, temperatur
         whole = engine.programs(sampling, draft)
         speculation = whole.speculation
         if speculation.drafter is not None:
-            speculation = dataclasses.replace(speculation, known_ids=known)
+            speculation = Speculation(dataclasses.replace(speculation.drafter, known_ids=known))
         programs = dataclasses.replace(whole, known_ids=known, speculation=speculation)
         found.append(run(programs, engine.parameters, prompts, limits)[0])
         needed = {name: engine.parameters[name] for name in programs.needs}
@@ -271,8 +271,8 @@ def test_sampled_text_has_the_targets_law(temperature, engines, forward):
         for depth in (1, 2):
             marginal[depth - 1, path[depth]] += weight
     marginal[0, np.argsort(marginal[0])[-2]] = 0  # never drafted, so that some rounds accept nothing
-    drafts = Fixed(log_probs=jnp.log(jnp.asarray(marginal, jnp.float32)), budget=16, max_depth=2)
-    programs = with_speculation(engine, drafts, sampling)
+    drafts = Fixed(jnp.log(jnp.asarray(marginal, jnp.float32)))
+    programs = with_drafter(engine, drafts, sampling)
     drawn, last = run(programs, engine.parameters, [prompt] * runs, Limits(max_new_tokens=3), 5, range(runs))
     hits = np.append(last.snapshot.hits.sum(0), 0)
     paths = np.append(last.snapshot.rounds.sum(), hits[:-1]) - hits
@@ -349,3 +349,23 @@ def test_drafting_without_a_drafter_is_refused(engines):
 def test_draft_settings_out_of_range_are_refused(field, value):
     with pytest.raises(ValueError, match=field):
         Draft(**{field: value})
+
+
+@pytest.mark.parametrize("depth", [None, 0, -1])
+def test_a_drafter_without_a_depth_is_refused(depth):
+    drafter = Told(np.zeros((1, 1), np.int32))
+    drafter.max_depth = depth
+    with pytest.raises(ValueError, match=f"drafter Told has max_depth {depth}; give it"):
+        Speculation(drafter)
+
+
+def test_a_tree_deeper_than_its_drafter_says_is_refused(engines, prompts):
+    drafter = Fixed(jnp.zeros((3, 320)))
+    drafter.max_depth = 2
+    with pytest.raises(ValueError, match="drafter Fixed proposed a tree of depth 3, and its max_depth is 2"):
+        run(with_drafter(engines(), drafter), engines().parameters, prompts, Limits(max_new_tokens=4))
+
+
+def test_an_unknown_drafter_is_refused_with_those_that_are_known(engines):
+    with pytest.raises(ValueError, match="speculation is 'lookup'; choose from none, chain, ddtree"):
+        engines().programs(GREEDY, Draft("lookup"))

@@ -24,7 +24,7 @@ from kimi_jax.ddtree.tree import build_tree
 from kimi_jax.decoding.engine import Engine, model_for
 from kimi_jax.decoding.generate import Limits, generate
 from kimi_jax.decoding.sampling import Sampling
-from kimi_jax.decoding.speculation import NoSpeculation
+from kimi_jax.decoding.speculation import Speculation
 from kimi_jax.model import attention, moe
 from kimi_jax.model.cache import Latents
 from kimi_jax.model.transformer import Rows
@@ -184,21 +184,20 @@ def test_every_rank_of_a_preset_gets_what_the_reference_gives(name, ranks, forwa
     assert 0 < np.median(errors) < 0.02, errors
 
 
-@dataclasses.dataclass(frozen=True)
-class FixedTree(NoSpeculation):
+class FixedTree:
     """Drafts the best tree of one table of log-probabilities, whatever the text."""
 
-    max_depth: int = 3
+    max_depth, context = 3, None
 
     def propose(self, model, state):
         table = jax.nn.log_softmax(jax.random.normal(jax.random.key(0), (3, model.config.vocab_size)))
         return jax.vmap(lambda root: build_tree(table, 7, root=root))(state.anchors)
 
 
-def greedy_texts(engine: Engine, speculation) -> list[list[int]]:
+def greedy_texts(engine: Engine, drafter) -> list[list[int]]:
     prompts = [list(range(5, 40)), [7, 301, 12]]
     texts = [[] for _ in prompts]
-    programs = dataclasses.replace(engine.programs(Sampling()), speculation=speculation)
+    programs = dataclasses.replace(engine.programs(Sampling()), speculation=Speculation(drafter))
     for progress in generate(programs, engine.parameters, prompts, Limits(max_new_tokens=6)):
         for text, new in zip(texts, progress.new_tokens, strict=True):
             text += new
