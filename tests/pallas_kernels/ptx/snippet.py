@@ -35,7 +35,7 @@ ld.param.b64 out, [outputs];
 
 def run(
     body: str,
-    inputs: Sequence[np.ndarray] = (),
+    inputs: Sequence[np.ndarray] | np.ndarray = (),
     outputs: Sequence[str] = (),
     *,
     threads: int = 32,
