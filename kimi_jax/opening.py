@@ -39,6 +39,11 @@ class Opened:
     """The GPU in use, or the one a simulated machine would have."""
     folder: Path
     """The checkpoint's, in the hub's cache where a name was given."""
+    drafter: Path | None
+    """The drafter's folder."""
+    dtype: str
+    simulated: bool
+    """Whether CPU devices stand in for the machine's."""
 
 
 class Listener:
@@ -137,7 +142,7 @@ def open_on(
     gpu = card_of(devices.devices[0].device_kind, machine.gpu_names) or GPUS[machine.gpu_names[0]]
     if devices.simulated and mesh.size > 1:
         engine = dataclasses.replace(engine, costs=_estimated_costs(machine, gpu, engine))
-    return Opened(engine, machine, f"{where}, {name}", gpu, folder)
+    return Opened(engine, machine, f"{where}, {name}", gpu, folder, drafter, name, devices.simulated)
 
 
 def check_configurations(checkpoint: Path, layout: Layout, drafter: Path | None = None) -> None:

@@ -24,6 +24,7 @@ from kimi_jax.cli import (
     table_console,
 )
 from kimi_jax.prompts import Prompt, PromptError, encode, raw_texts, read_prompts
+from kimi_jax.provenance import provenance
 from kimi_jax.text_files import read_standard_input, require_folder, require_writable
 from kimi_jax.text_output import Reader, Screen, as_json
 from meshes.devices import use_cpu_if_no_gpu
@@ -285,7 +286,8 @@ def main(options: Options) -> None:
                 result(prompt, prompt_ids, reader)
                 for prompt, prompt_ids, reader in zip(prompts, ids, readers, strict=True)
             ]
-            summary = report.as_dict() | {"ran": opened.where, "speculation": kind} | shares
+            run = provenance(opened, draft, options.seed) | {"sampling": dataclasses.asdict(sampling)}
+            summary = report.as_dict() | {"ran": opened.where, "speculation": kind, "run": run} | shares
             summary["implementations"] = [dataclasses.asdict(pick) for pick in picks]
             print(as_json({"results": results, "summary": summary}))
 

@@ -33,8 +33,9 @@ from kimi_jax.cli import (
     table_console,
 )
 from kimi_jax.parallel import processes
+from kimi_jax.provenance import fingerprint, provenance
 from kimi_jax.standard_output import OutputConsole
-from kimi_jax.text_files import require_writable, whole_file
+from kimi_jax.text_files import require_writable, whole_file, write_text
 from meshes.devices import simulate, use_cpu_if_no_gpu
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def run_reference(options: ReferenceOptions) -> None:
             return
         if options.json:
             print(
-                json.dumps({"checkpoint": str(options.checkpoint), "ran": opened.where, **dataclasses.asdict(result)})
+                json.dumps({"run": provenance(opened), **dataclasses.asdict(result)})
             )
             return
         row, place, token = result.largest_at
@@ -149,7 +150,7 @@ def run_perplexity(options: PerplexityOptions) -> None:
             require_writable(options.journal)
         opened = open_engine(options, status)
 
-        from kimi_jax.evaluation.perplexity import fingerprint, perplexity, read_documents, together
+        from kimi_jax.evaluation.perplexity import perplexity, read_documents, together
 
         documents = read_documents(opened.engine, options.files, bos=options.bos)
         stride = options.stride or max(1, options.window // 2)
@@ -162,7 +163,7 @@ def run_perplexity(options: PerplexityOptions) -> None:
             )  # fmt: skip
         total = together(results)
         if options.json:
-            run = {"ran": opened.where, "window": options.window, "stride": stride}
+            run = {"run": provenance(opened), "window": options.window, "stride": stride}
             print(json.dumps({**run, "texts": [result.as_dict() for result in results], "all": total.as_dict()}))
             return
         table = Table(title=f"windows of {options.window} tokens, stride {stride}; {opened.where}")
@@ -191,6 +192,8 @@ class TasksOptions(EngineOptions):
     """Held-out prompts of each family."""
     batch: int = 8
     """Prompts decoded together."""
+    log_samples: Path | None = None
+    """JSONL file to write: every prompt with its reference and the text and token ids of each way to decode."""
     json: bool = False
     """Print one JSON object instead of a table."""
 
@@ -199,11 +202,13 @@ def run_tasks(options: TasksOptions) -> None:
     """Exact match on the bundled model's task families, greedy, with and without speculation in one run."""
     status = Console(stderr=True, soft_wrap=True)
     with errors_in_one_line(status):
+        if options.log_samples is not None:
+            require_writable(options.log_samples)
         drafter = options.drafter or (BUNDLED_DRAFTER if options.checkpoint == BUNDLED_CHECKPOINT else None)
         opened = open_engine(options, status, drafter)
 
         from kimi_jax.decoding.engine import PLAIN, Draft
-        from kimi_jax.evaluation.tasks import score
+        from kimi_jax.evaluation.tasks import samples, score
         from kimi_jax.training.tasks import FAMILIES
 
         families = options.families or tuple(FAMILIES)
@@ -215,21 +220,30 @@ def run_tasks(options: TasksOptions) -> None:
                 progress=lambda count: bar.advance(task, count),
             )  # fmt: skip
         trees_scores = dict(zip(options.budgets, drafted, strict=False))
+        if options.log_samples is not None and processes.this().prints:
+            lines = [{"run": provenance(opened)}, *samples(opened.engine, ways_of(plain, trees_scores))]
+            write_text(options.log_samples, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
         if options.json:
-            print(json.dumps({"ran": opened.where, **tasks_as_dict(plain, trees_scores)}))
+            print(json.dumps({"run": provenance(opened), **tasks_as_dict(plain, trees_scores)}))
         else:
             print_tasks(plain, trees_scores, opened, options.batch)
+
+
+def ways_of(
+    plain: "dict[str, FamilyScore]", trees: "dict[int, dict[str, FamilyScore]]"
+) -> "dict[str, dict[str, FamilyScore]]":
+    """Scores by the name of the way of decoding."""
+    return {"none": plain} | {f"ddtree {budget}": scores for budget, scores in trees.items()}
 
 
 def tasks_as_dict(plain: "dict[str, FamilyScore]", trees: "dict[int, dict[str, FamilyScore]]") -> dict[str, Any]:
     """Scores by way of decoding and family, `all` among the families."""
     from kimi_jax.evaluation.tasks import together
 
-    ways = {"none": plain} | {f"ddtree {budget}": scores for budget, scores in trees.items()}
     return {
         "scores": {
             name: {family: s.as_dict() for family, s in {**scores, "all": together(scores)}.items()}
-            for name, scores in ways.items()
+            for name, scores in ways_of(plain, trees).items()
         },
         "same_answers": {f"ddtree {n}": together(s).answers == together(plain).answers for n, s in trees.items()},
     }
@@ -337,7 +351,7 @@ def run_compare(options: CompareOptions) -> None:
                     opened.engine, sequences, Path(scratch), batch=options.batch,
                     progress=lambda done: bar.advance(task, done),
                 )  # fmt: skip
-            first_where = opened.where
+            first_run = provenance(opened)
             del opened  # its weights go before the other's come
             second = open_engine(other, status)
             with bar_on(status) as bar:
@@ -347,11 +361,11 @@ def run_compare(options: CompareOptions) -> None:
                     progress=lambda done: bar.advance(task, done),
                 )  # fmt: skip
         if options.json:
-            print(json.dumps({"first": first_where, "second": second.where, **result.as_dict()}))
+            print(json.dumps({"first": first_run, "second": provenance(second), **result.as_dict()}))
             return
         table = Table("", "first", "second", box=None, show_header=True, header_style="dim")
         table.add_row("checkpoint", str(options.checkpoint), str(other.checkpoint))
-        table.add_row("ran", first_where, second.where)
+        table.add_row("ran", first_run["ran"], second.where)
         out = table_console()
         out.print(table)
         figures = Table(title=f"{result.tokens} tokens of {len(sequences)} texts")

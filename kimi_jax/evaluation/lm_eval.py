@@ -8,17 +8,30 @@ command with `kimi_jax` in the list:
 `kimi_jax.evaluation.lm_eval:KimiJax` is the class for `lm_eval.simple_evaluate(model=KimiJax(…))`.
 """
 
+import difflib
 import functools
+import inspect
+import random
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+from lm_eval.utils import simple_parse_args_string  # pyright: ignore[reportMissingImports]
 from rich.console import Console
 from tqdm import tqdm
 
 from kimi_jax.chat import render
-from kimi_jax.cli import BUNDLED_CHECKPOINT, BUNDLED_DRAFTER, Dtype, EngineOptions, open_engine
+from kimi_jax.cli import (
+    BUNDLED_CHECKPOINT,
+    BUNDLED_DRAFTER,
+    Dtype,
+    EngineOptions,
+    errors_in_one_line,
+    open_engine,
+)
+from kimi_jax.provenance import provenance
 
 KNOWN = {"until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens", "do_sample", "temperature",
          "top_k", "top_p", "min_p"}  # fmt: skip
@@ -44,6 +57,13 @@ class KimiJax(TemplateLM):
         dtype: Dtype = "auto",
         speculation: Literal["none", "chain", "ddtree"] | None = None,
         budget: int | Literal["auto"] = "auto",
+        keep_chain: bool = False,
+        share_budget: bool = False,
+        experts: Literal["slots", "width"] = "slots",
+        exchange: Literal["auto", "allgather", "alltoall", "ragged"] = "auto",
+        cache: Literal["copied", "split"] = "copied",
+        placement: str | None = None,
+        no_cache: bool = False,
         thinking: bool = False,
         max_length: int | None = None,
         max_gen_toks: int = 256,
@@ -56,14 +76,14 @@ class KimiJax(TemplateLM):
         """Loads the checkpoint.
 
         Args:
-          checkpoint, mesh, dp, ep, tp, dtype, workers: as for decode.py.
+          checkpoint, mesh, dp, ep, tp, dtype, experts, exchange, cache, placement, workers, no_cache: as for decode.py.
           drafter: folder of a DFlash drafter; the bundled checkpoint has a bundled one.
-          speculation, budget: none, chain or ddtree, and the tree's nodes; ddtree wherever there is a drafter.
+          speculation, budget, keep_chain, share_budget: as for decode.py; ddtree wherever there is a drafter.
           thinking: let the model think in chats; what it thinks is no part of its answer.
           max_length: tokens of context for a log-likelihood; by default the model's positions.
           max_gen_toks: new tokens of tasks that do not say how many.
           batch_size: requests run together; auto is 8 for each of the mesh's dp × ep groups.
-          seed: for tasks that sample.
+          seed: for tasks that sample; where lm-eval makes the model by name it follows from lm-eval's own --seed.
           max_batch_size, device: lm-eval passes them; batches have one size, and the mesh says the devices.
 
         Raises:
@@ -76,9 +96,12 @@ class KimiJax(TemplateLM):
         if kind != "none" and folder is None:
             raise ValueError(f"speculation={kind} needs drafter=DIR: a drafter made for this checkpoint")
         options = EngineOptions(
-            checkpoint=Path(checkpoint), mesh=mesh, dp=dp, ep=ep, tp=tp, dtype=dtype, workers=workers
-        )
-        self.engine = open_engine(options, Console(stderr=True), folder if kind != "none" else None).engine
+            checkpoint=Path(checkpoint), mesh=mesh, dp=dp, ep=ep, tp=tp, dtype=dtype, workers=workers,
+            experts=experts, exchange=exchange, cache=cache, no_cache=no_cache,
+            placement=None if placement is None else Path(placement),
+        )  # fmt: skip
+        self._opened = open_engine(options, Console(stderr=True), folder if kind != "none" else None)
+        self.engine = self._opened.engine
 
         from kimi_jax.decoding.engine import Draft
 
@@ -89,8 +112,35 @@ class KimiJax(TemplateLM):
         if self.batch_size < 1 or not 1 <= self.max_length <= positions:
             raise ValueError(f"batch_size {batch_size} and max_length {max_length}: the latter is at most {positions}")
         self.max_gen_toks, self.thinking, self.seed = max_gen_toks, thinking, seed
-        self.draft = Draft(kind, budget)
+        self.draft = Draft(kind, budget, keep_chain, share_budget)
         self._name = Path(checkpoint).name
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> "KimiJax":
+        """The model of `--model_args`. Raises ValueError as `create_from_arg_obj`."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: Mapping[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> "KimiJax":
+        """The model of named arguments; without `seed` it draws one from what lm-eval's own seed makes of `random`.
+
+        Raises:
+          ValueError: naming the argument that there is not, or whose value does not fit, and what does.
+        """
+        drawing = random.Random()
+        drawing.setstate(random.getstate())  # a copy: what lm-eval draws itself does not change
+        given = {name: value for name, value in (additional_config or {}).items() if value is not None}
+        arguments: dict[str, Any] = {"seed": drawing.getrandbits(63)} | given | checked(arg_dict)
+        return cls(**arguments)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval's results keep of the model: everything needed to run it again."""
+        run = provenance(self._opened, self.draft, self.seed)
+        own = {"batch_size": self.batch_size, "max_length": self.max_length, "max_gen_toks": self.max_gen_toks,
+               "thinking": self.thinking}  # fmt: skip
+        return {"model_name": self._name, "run": run | own}
 
     @property
     def eot_token_id(self) -> int:
@@ -226,13 +276,57 @@ class KimiJax(TemplateLM):
         )
 
 
+def checked(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `KimiJax` as lm-eval parses them, numbers that are names turned back.
+
+    Raises:
+      ValueError: naming the argument that there is not, or whose value does not fit, and what does.
+    """
+    hints = get_type_hints(KimiJax.__init__)
+    names = list(inspect.signature(KimiJax).parameters)
+    found = {}
+    for name, value in arguments.items():
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+            raise ValueError(f"--model_args: there is no argument {name!r}; {meant}")
+        kinds = _kinds(hints[name])
+        if str in kinds and isinstance(value, int | float) and type(value) not in kinds:
+            value = str(value)
+        if type(value) not in kinds and value not in [kind for kind in kinds if isinstance(kind, str)]:
+            words = {int: "a whole number", bool: "True or False", str: "text"}
+            fits = " or ".join(str(words.get(kind, kind)) for kind in kinds if kind is not types.NoneType)
+            raise ValueError(f"--model_args: {name}={value} does not fit; {name} takes {fits}")
+        if value == "" and str in kinds:
+            raise ValueError(f"--model_args: {name} has no value; arguments are NAME=VALUE, separated by commas")
+        found[name] = value
+    return found
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """The types that an annotation allows, and the values of its literals."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return tuple(kind for part in get_args(hint) for kind in _kinds(part))
+    return get_args(hint) if get_origin(hint) is Literal else (hint,)
+
+
 def main() -> None:
     """lm-eval's own command, with `kimi_jax` among its models."""
     from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
     from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
+    from lm_eval.loggers.evaluation_tracker import GeneralConfigTracker  # pyright: ignore[reportMissingImports]
 
     register_model("kimi_jax")(cast(Any, KimiJax))
-    cli_evaluate()
+    # lm-eval names folders of results by model_args of its own models, and at random where it finds none of them.
+    GeneralConfigTracker._get_model_name = staticmethod(_model_name)
+    with errors_in_one_line(Console(stderr=True)):
+        cli_evaluate()
+
+
+def _model_name(model_args: str | Mapping[str, Any] | None) -> str:
+    """The checkpoint's name."""
+    arguments = simple_parse_args_string(model_args) if isinstance(model_args, str) else model_args or {}
+    return Path(str(arguments.get("checkpoint", BUNDLED_CHECKPOINT))).name
 
 
 if __name__ == "__main__":

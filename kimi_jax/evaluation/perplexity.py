@@ -116,13 +116,6 @@ class Journal:
             stream.write(json.dumps(line) + "\n")
 
 
-def fingerprint(folder: Path) -> str:
-    """Of a checkpoint's files by names, sizes and times; their bytes would take too long to read."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    listed = [(str(p.relative_to(folder)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
-
-
 def perplexity(
     engine: Engine,
     documents: Sequence[Document],
@@ -142,7 +135,7 @@ def perplexity(
       window, stride: see `forcing.strided`.
       batch: windows run together, spread over dp and ep.
       journal: file that keeps finished windows; the same call goes on where it was stopped.
-      checkpoint: what the journal remembers the checkpoint by (`fingerprint`).
+      checkpoint: what the journal remembers the checkpoint by (`provenance.fingerprint`).
       progress: told of windows done and windows in all.
 
     Raises:

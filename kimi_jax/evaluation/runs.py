@@ -1,16 +1,14 @@
 """Benchmark runs as files, and the page that shows them: nothing on it that a saved run doesn't hold."""
 
 import datetime
-import importlib.metadata
 import json
-import os
-import platform
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kimi_jax.provenance import commit, cores, processor, versions
 from kimi_jax.text_files import read_text
 
 INTRODUCTION = """# Benchmarks
@@ -19,7 +17,6 @@ Saved runs of `scripts/benchmark.py`; this page is written from them by
 `uv run scripts/benchmark.py page docs/data/benchmarks docs/benchmarks.md`. Speeds are ratios within one run on one
 machine: compare the rows of a table, not tables.
 """
-PACKAGES = ("jax", "jaxlib", "torch", "transformers")
 
 
 def record(benchmark: str, ran: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -27,26 +24,17 @@ def record(benchmark: str, ran: str, results: Sequence[Mapping[str, Any]]) -> di
 
     `results` are the rows of one table, flat and with units in their names.
     """
-    loaded = [name for name in PACKAGES if name in sys.modules]
-    group = ["--group", "fixtures"] if "transformers" in loaded else []
+    group = ["--group", "fixtures"] if "transformers" in sys.modules else []
     return {
         "benchmark": benchmark,
         "command": shlex.join(["uv", "run", *group, "scripts/benchmark.py", *sys.argv[1:]]),
         "ran": ran,
-        "machine": f"{_processor()}, {len(os.sched_getaffinity(0))} cores",
-        "versions": {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in loaded},
+        "machine": f"{processor()}, {cores()} cores",
+        "versions": versions(),
+        "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "results": list(results),
     }
-
-
-def _processor() -> str:
-    """As Linux names it; elsewhere the architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def load(directory: Path) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -173,3 +173,25 @@ def _decode(engine: Engine, examples: Sequence[Example], batch: int, draft: Draf
 def together(scores: dict[str, FamilyScore]) -> FamilyScore:
     """All families as one: every prompt counts the same, and every round."""
     return sum(scores.values(), start=FamilyScore(0, 0, 0, ()))
+
+
+def samples(engine: Engine, ways: Mapping[str, Mapping[str, FamilyScore]]) -> Iterator[dict[str, Any]]:
+    """Every prompt that was scored, for a log: what was asked and expected, and what each way of decoding answered.
+
+    Args:
+      engine: that decoded.
+      ways: scores of each way by family, as `score` gives them.
+    """
+    for family, scored in next(iter(ways.values())).items():
+        for number, example in enumerate(held_out(family, scored.prompts)):
+            answers = {}
+            for way, scores in ways.items():
+                ids = scores[family].answers[number]
+                text = answer_text(engine, ids)
+                answers[way] = {"text": text, "token_ids": list(ids), "exact": text == example.answer}
+            yield {
+                "family": family,
+                "prompt": example.prompt,
+                "reference": example.answer,
+                "answers": answers,
+            }

@@ -5,23 +5,28 @@ uv run --group evaluation pytest -m slow tests/evaluation/test_lm_eval.py
 
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from kimi_jax.chat import render
+from kimi_jax.cli import BUNDLED_CHECKPOINT
 from kimi_jax.decoding.forcing import Window, score
 from kimi_jax.evaluation.perplexity import Document, perplexity
+from kimi_jax.provenance import fingerprint
 
 pytest.importorskip("lm_eval", reason="lm-eval is in the dependency group `evaluation`")
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
 
-from kimi_jax.evaluation.lm_eval import KimiJax
+from kimi_jax.evaluation.lm_eval import KimiJax, checked
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -35,6 +40,7 @@ def asked(kind, *arguments):
 
 @pytest.fixture(scope="module")
 def model():
+    jax.devices()  # all 72, before a model of one device starts as many
     return KimiJax(speculation="none", batch_size=3, max_length=LENGTH)
 
 
@@ -128,6 +134,9 @@ def written(output):
     """Scores by task, and the texts of kimi_answers."""
     (results,) = output.rglob("results_*.json")
     (samples,) = output.rglob("samples_kimi_answers_*.jsonl")
+    config = json.loads(results.read_text())["config"]
+    assert results.parent.name == config["model_name"] == "small"
+    assert config["run"]["checkpoint"]["fingerprint"] == fingerprint(BUNDLED_CHECKPOINT)
     scores = {
         task: {name.removesuffix(",none"): value for name, value in found.items() if name.endswith(",none")}
         for task, found in json.loads(results.read_text())["results"].items()
@@ -145,3 +154,69 @@ def test_the_command_scores_the_same_with_and_without_speculation(tmp_path):
         assert scores["kimi_choices"]["acc"] == 1.0
     for name in ("word_perplexity", "bits_per_byte"):
         assert tree["kimi_stories"][name] == pytest.approx(plain["kimi_stories"][name], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("mseh=nvl72", "there is no argument 'mseh'; did you mean mesh?"),
+        ("colour=red", "there is no argument 'colour'; there are checkpoint, drafter, mesh"),
+        ("dtype=float16", "dtype=float16 does not fit; dtype takes auto or bfloat16 or float32"),
+        ("budget=many", "budget=many does not fit; budget takes a whole number or auto"),
+        ("budget=2.5", "budget=2.5 does not fit"),
+        ("thinking=2", "thinking=2 does not fit; thinking takes True or False"),
+        ("ep=True", "ep=True does not fit; ep takes a whole number"),
+        ("exchange=none", "exchange=none does not fit; exchange takes auto or allgather"),
+        ("cache=whole", "cache=whole does not fit; cache takes copied or split"),
+        ("mesh", "mesh has no value; arguments are NAME=VALUE"),
+        ("mesh=nvl99", "nvl99"),
+        ("speculation=chain,checkpoint=tests/data/tiny_random", "needs drafter=DIR"),
+    ],
+)
+def test_bad_model_args_are_one_line_that_names_them(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        KimiJax.create_from_arg_string(arguments, {"batch_size": 1, "device": None})
+    assert "\n" not in str(error.value)
+
+
+def test_values_that_only_look_like_numbers_are_names():
+    assert checked({"checkpoint": 7, "budget": "auto", "dp": 2}) == {"checkpoint": "7", "budget": "auto", "dp": 2}
+
+
+def test_the_command_ends_in_one_line(tmp_path):
+    command = [sys.executable, "-m", "kimi_jax.evaluation.lm_eval", "--model", "kimi_jax", "--include_path",
+               "docs/data/lm_eval", "--tasks", "kimi_answers", "--model_args", "budget=many"]  # fmt: skip
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("error: --model_args: budget=many does not fit")
+
+
+def test_layouts_and_automatic_budgets_reach_the_engine():
+    arguments = "mesh=hgx-ib-8,ep=2,tp=4,budget=auto,experts=slots,exchange=alltoall,cache=split,keep_chain=True"
+    made = KimiJax.create_from_arg_string(arguments, {"batch_size": 2})
+    layout = made.engine.layout
+    assert (layout.experts, layout.exchange, layout.cache) == ("slots", "alltoall", "split")
+    assert (made.draft.budget, made.draft.keep_chain) == ("auto", True)
+    request = asked("generate_until", made.apply_chat_template(QUESTION), {"max_gen_toks": 24})
+    assert made.generate_until([request], disable_tqdm=True) == ["nedrag"]
+    run = made.get_model_info()["run"]
+    assert run["layout"]["cache"] == "split"
+    assert run["speculation"]["budget"] == "auto"
+
+
+def test_lm_evals_seed_reaches_the_sampler(model):
+    """By name, lm-eval makes the model right after seeding `random`."""
+    sampled = {"max_gen_toks": 24, "do_sample": True, "temperature": 3.0}
+    texts = {}
+    for run, seed in enumerate((0, 0, 1)):
+        random.seed(seed)
+        made = KimiJax.create_from_arg_string("speculation=none", {"batch_size": 1})
+        assert random.random() == random.Random(seed).random(), "lm-eval's own draws stay what they were"
+        request = asked("generate_until", made.apply_chat_template(QUESTION), sampled)
+        texts[run] = (made.get_model_info()["run"]["seed"], made.generate_until([request], disable_tqdm=True))
+    assert texts[0] == texts[1]
+    assert texts[0][0] != texts[2][0]
+    assert texts[0][1] != texts[2][1]
+    assert KimiJax.create_from_arg_string("speculation=none,seed=5").seed == 5

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kimi_jax.evaluation import perplexity as module
-from kimi_jax.evaluation.perplexity import Document, Likelihood, fingerprint, perplexity, read_documents, together
+from kimi_jax.evaluation.perplexity import Document, Likelihood, perplexity, read_documents, together
 
 WINDOW = {"window": 64, "stride": 64, "batch": 2}
 
@@ -110,11 +110,3 @@ def test_a_window_beyond_the_positions_is_refused(engines, reference):
 
 def test_hopeless_texts_have_infinite_perplexity():
     assert Likelihood("", 1, 800.0, 1).perplexity == np.inf
-
-
-def test_a_changed_checkpoint_has_another_fingerprint(tmp_path):
-    (tmp_path / "a").write_text("x")
-    before = fingerprint(tmp_path)
-    assert fingerprint(tmp_path) == before
-    (tmp_path / "b").write_text("x")
-    assert fingerprint(tmp_path) != before
