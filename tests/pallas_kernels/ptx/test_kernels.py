@@ -74,8 +74,21 @@ SLOW = {
 }
 
 
+EXHAUSTIVE = {
+    "warp, a whole expert": experts(9, 7168, 2048, Order(5), slots=2, cards=("h200", "b200", "gb300")),
+    "hopper 64, a whole expert": experts(70, 7168, 2048, Order(5), "hopper", slots=2, rows=64),
+    "blackwell 64, a whole expert": experts(
+        70, 7168, 2048, Order(5), "blackwell", slots=2, rows=64, cards=("b200", "gb300")
+    ),
+}
+
+
 def parameters():
-    for runs, marks in ((RUNS, []), (SLOW, [pytest.mark.slow])):
+    for runs, marks in (
+        (RUNS, []),
+        (SLOW, [pytest.mark.slow]),
+        (EXHAUSTIVE, [pytest.mark.exhaustive]),
+    ):
         for name, run in runs.items():
             for card in run.cards:
                 yield pytest.param(run, card, id=f"{name}-{card}", marks=marks)
