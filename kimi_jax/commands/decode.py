@@ -7,6 +7,7 @@ Examples:
 """
 
 import dataclasses
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
+from kimi_jax import tables
 from kimi_jax.cli import (
     BUNDLED_CHECKPOINT,
     BUNDLED_DRAFTER,
     EngineOptions,
     errors_in_one_line,
     open_engine,
-    table_console,
 )
 from kimi_jax.prompts import Prompt, PromptError, encode, raw_texts, read_prompts
 from kimi_jax.provenance import provenance
@@ -154,7 +155,7 @@ def explain_layout(options: Options, drafter: Path | None) -> None:
     from kimi_jax.decoding.engine import model_for, placements_of
     from kimi_jax.drafter.config import DrafterConfig
     from kimi_jax.ledger import layout_rules
-    from kimi_jax.ledger.explain import explain
+    from kimi_jax.ledger.explain import explain, explain_data
     from kimi_jax.ledger.step import Step
 
     machine = options.preset()
@@ -176,8 +177,10 @@ def explain_layout(options: Options, drafter: Path | None) -> None:
         dtype="float32" if options.dtype == "float32" else "bfloat16",
         greedy=options.temperature == 0,
     )
-    tables = explain(machine, step, model.placement)
-    table_console().print(tables)
+    if options.json:
+        print(json.dumps(explain_data(machine, step, model.placement)))
+    else:
+        tables.show(*explain(machine, step, model.placement))
 
 
 def main(options: Options) -> None:

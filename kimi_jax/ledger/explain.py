@@ -6,23 +6,25 @@ Nothing is loaded or allocated: all of it is the ledger of a step, printed.
 import dataclasses
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from kimi_jax.ledger.layout_rules import batch_dimensions, dimensions, drafter_dimensions
-from kimi_jax.ledger.step import Need, Step, ledger
+from kimi_jax.ledger.step import Step, ledger
 from kimi_jax.ledger.weights import Shard, drafter_shards, model_shards
 from kimi_jax.parallel.placement import EMPTY, Placement
+from kimi_jax.tables import left, right, table
 from meshes.presets import Layout, Preset
+from meshes.rules import Dimension
 
 MB = 1e6
 
 
-def explain(machine: Preset, step: Step, placement: Placement) -> Group:
+def explain(machine: Preset, step: Step, placement: Placement) -> list[Text | Table]:
     """Four tables: the axes, how they cut what is there, what a device holds, and what the step sends over which link.
 
     Args:
@@ -30,51 +32,104 @@ def explain(machine: Preset, step: Step, placement: Placement) -> Group:
       step: what is counted.
       placement: of the experts of one layer.
     """
-    layout = step.layout
-    return Group(
+    layout, data = step.layout, explain_data(machine, step, placement)
+    return [
         Text(f"{machine.name}: {layout}, {layout.num_devices} of {machine.topology.num_gpus} GPUs", style="bold"),
         _axes_table(machine, placement, step.device_requests),
-        _dimensions_table(step),
-        _bytes_table(step),
-        _messages_table(machine, step),
-    )
+        _dimensions_table(data),
+        _bytes_table(step, data),
+        _messages_table(step, data),
+    ]
+
+
+def explain_data(machine: Preset, step: Step, placement: Placement) -> dict[str, Any]:
+    """The same as plain values; bytes are those of one device, `link` is none, NVLink or the network."""
+    layout, needs, dtype = step.layout, ledger(step), jnp.dtype(step.dtype)
+    drafted = drafter_dimensions(step.drafter, layout) if step.drafter else []
+    cuts = (*dimensions(step.config, layout), *drafted, *batch_dimensions(layout, step.requests, step.context))
+    shards = [_by_axes(model_shards(step.config, layout, dtype, step.num_slots))]
+    caches = {"latent cache": needs["attention"].cache}
+    if step.drafter is not None:
+        shards.append(_by_axes(drafter_shards(step.drafter, layout, dtype)))
+        caches["drafter's context"] = needs["drafter"].cache
+    weights = [
+        {"part": part, "axes": axes, "ways": math.prod(layout.axis_sizes[axis] for axis in axes), "bytes": size}
+        for held in shards
+        for (part, axes), size in sorted(held.items(), key=lambda entry: -entry[1])
+    ]
+    return {
+        "mesh": machine.name,
+        "gpus": layout.num_devices,
+        "layout": dataclasses.asdict(layout),
+        "links": {axis: _link(machine, axis) for axis in layout.axis_sizes},
+        "exchange": step.used_exchange if layout.ep > 1 else "none",
+        "experts": _slots(placement, layout),
+        "requests": step.requests,
+        "requests_per_device_group": step.device_requests,
+        "rows_per_device": step.device_rows,
+        "context": step.context,
+        "dimensions": [_cut(cut, layout) for cut in cuts],
+        "weights": weights,
+        "caches": caches,
+        "total_bytes": sum(each["bytes"] for each in weights) + sum(caches.values()),
+        "messages": [
+            {"part": part, "what": message.what, "kind": message.kind, "axes": message.axes,
+             "link": _link(machine, *message.axes), "count": message.count, "bytes": message.bytes}
+            for part, need in needs.items()
+            for message in need.messages
+        ],
+    }  # fmt: skip
+
+
+def _cut(cut: Dimension, layout: Layout) -> dict[str, Any]:
+    ranks, each = cut.ranks(layout), cut.each(layout)
+    padding = each * ranks - cut.size if cut.padded else None  # None: the ranks must divide the size
+    return {"name": cut.name, "size": cut.size, "axes": cut.axes, "ranks": ranks, "each": each, "padding": padding}
 
 
 def _axes_table(machine: Preset, placement: Placement, device_requests: int) -> Table:
     layout = machine.layout
-    table = Table("axis", "size", "link", "what it splits", title="who holds what", title_justify="left")
     spread = f"{device_requests} request{'s' if device_requests > 1 else ''} a group of {layout.tp}"
     where = " × ".join(layout.expert_axes)
-    table.add_row("dp", str(layout.dp), _link(machine, "dp"), f"requests ({spread}); every replica has all weights")
-    table.add_row("ep", str(layout.ep), _link(machine, "ep"), f"requests ({spread}); routed experts over {where}")
     width = ", the width of every routed expert" if layout.experts == "width" else ", routed experts"
     cache = "; positions of the cache" if layout.cache == "split" else "; the cache is copied"
-    table.add_row("tp", str(layout.tp), _link(machine, "tp"), f"heads, dense widths, vocabulary{width}{cache}")
-    table.add_row("experts", str(layout.expert_ranks), _link(machine, *layout.expert_axes), _experts(placement, layout))
-    return table
+    rows = [
+        ("dp", str(layout.dp), _link(machine, "dp"), f"requests ({spread}); every replica has all weights"),
+        ("ep", str(layout.ep), _link(machine, "ep"), f"requests ({spread}); routed experts over {where}"),
+        ("tp", str(layout.tp), _link(machine, "tp"), f"heads, dense widths, vocabulary{width}{cache}"),
+        ("experts", str(layout.expert_ranks), _link(machine, *layout.expert_axes), _experts(placement, layout)),
+    ]
+    columns = (*left("axis"), *right("size"), *left("link", "what it splits"))
+    return table("who holds what", columns, rows, wide=True)
 
 
-def _dimensions_table(step: Step) -> Table:
-    layout = step.layout
-    table = Table("dimension", "size", "over", "each", "padding", title="what the axes cut", title_justify="left")
-    drafted = drafter_dimensions(step.drafter, layout) if step.drafter else []
-    batch = batch_dimensions(layout, step.requests, step.context)
-    for cut in (*dimensions(step.config, layout), *drafted, *batch):
-        ranks, each = cut.ranks(layout), cut.each(layout)
-        padding = f"{each * ranks - cut.size:,}" if cut.padded else "none: must divide"
-        where = f"{' × '.join(cut.axes)}: {ranks} ways"
-        table.add_row(cut.name, f"{cut.size:,}", where, f"{each:,}", padding)
-    return table
+def _dimensions_table(data: dict[str, Any]) -> Table:
+    rows = [
+        (cut["name"], f"{cut['size']:,}", f"{' × '.join(cut['axes'])}: {cut['ranks']} ways", f"{cut['each']:,}",
+         "none: must divide" if cut["padding"] is None else f"{cut['padding']:,}")
+        for cut in data["dimensions"]
+    ]  # fmt: skip
+    columns = (*left("dimension"), *right("size"), *left("over"), *right("each"), *left("padding"))
+    return table("what the axes cut", columns, rows)
+
+
+def _slots(placement: Placement, layout: Layout) -> dict[str, Any]:
+    held = np.array(placement.slot_experts).reshape(layout.expert_ranks, -1)
+    empty = int((held == EMPTY).sum())
+    return {
+        "number": placement.num_experts,
+        "slots": placement.num_slots,
+        "per_rank": sorted(set((held != EMPTY).sum(1).tolist())),
+        "replicas": placement.num_slots - empty - placement.num_experts,
+        "empty": empty,
+    }
 
 
 def _experts(placement: Placement, layout: Layout) -> str:
-    held = np.array(placement.slot_experts).reshape(layout.expert_ranks, -1)
-    each = sorted(set((held != EMPTY).sum(1).tolist()))
-    empty = int((held == EMPTY).sum())
-    replicas = placement.num_slots - empty - placement.num_experts
+    has = _slots(placement, layout)
     return (
-        f"{' or '.join(map(str, each))} of {placement.num_experts} experts a rank: {placement.num_slots} slots, "
-        f"{replicas} replicas, {empty} empty; exchange {layout.exchange}"
+        f"{' or '.join(map(str, has['per_rank']))} of {has['number']} experts a rank: {has['slots']} slots, "
+        f"{has['replicas']} replicas, {has['empty']} empty; exchange {layout.exchange}"
     )
 
 
@@ -85,30 +140,28 @@ def _link(machine: Preset, *axes: str) -> str:
     return f"network, {span.domains} domains" if span.link == "network" else "NVLink"
 
 
-def _bytes_table(step: Step) -> Table:
-    layout, needs = step.layout, ledger(step)
-    table = Table("part", "split over", "MB a device", title="bytes of a device", title_justify="left")
-    dtype = jnp.dtype(step.dtype)
-    held = _by_axes(model_shards(step.config, layout, dtype, step.num_slots))
-    drafted = {} if step.drafter is None else _by_axes(drafter_shards(step.drafter, layout, dtype))
-    for each in (held, drafted):
-        for (part, axes), size in sorted(each.items(), key=lambda entry: -entry[1]):
-            table.add_row(part, _split(axes, layout), f"{size / MB:,.2f}")
-    latents = needs["attention"].cache
-    caches = [("latent cache", latents, "requests, tp" if layout.cache_ranks > 1 else "requests only")]
-    if step.drafter is not None:
-        caches.append(("drafter's context", needs["drafter"].cache, "requests, tp"))
-    for name, size, split in caches:
-        table.add_row(f"{name}, {step.device_requests} × {step.context:,} tokens", split, f"{size / MB:,.2f}")
-    table.add_section()
-    total = sum(held.values()) + sum(drafted.values()) + sum(size for _, size, _ in caches)
-    table.add_row("all of these", "", f"{total / MB:,.2f}", style="bold")
+def _bytes_table(step: Step, data: dict[str, Any]) -> Table:
+    layout, latents = step.layout, data["caches"]["latent cache"]
+    rows: list[tuple[str, ...] | None] = [
+        (each["part"], f"{' × '.join(each['axes'])}: {each['ways']} ways" if each["axes"] else WHOLE,
+         f"{each['bytes'] / MB:,.2f}")
+        for each in data["weights"]
+    ]  # fmt: skip
+    for name, size in data["caches"].items():
+        split = "requests only" if name == "latent cache" and layout.cache_ranks == 1 else "requests, tp"
+        rows.append((f"{name}, {step.device_requests} × {step.context:,} tokens", split, f"{size / MB:,.2f}"))
+    rows += [None, ("all of these", "", f"{data['total_bytes'] / MB:,.2f}")]
+    caption = None
     if layout.tp > 1:
         other = dataclasses.replace(layout, cache="copied" if layout.cache == "split" else "split")
         difference = abs(latents - ledger(dataclasses.replace(step, layout=other))["attention"].cache) / MB
         saves = "saves" if layout.cache == "split" else "--cache split would save"
-        table.caption = f"{saves} {difference:,.2f} MB of latent cache, for two messages more a layer"
-    return table
+        caption = f"{saves} {difference:,.2f} MB of latent cache, for two messages more a layer"
+    columns = (*left("part", "split over"), *right("MB a device"))
+    return table("bytes of a device", columns, rows, caption=caption)
+
+
+WHOLE = "nothing: whole on every device"
 
 
 def _by_axes(shards: Iterable[Shard]) -> dict[tuple[str, tuple[str, ...]], float]:
@@ -119,25 +172,19 @@ def _by_axes(shards: Iterable[Shard]) -> dict[tuple[str, tuple[str, ...]], float
     return found
 
 
-def _split(axes: tuple[str, ...], layout: Layout) -> str:
-    ways = math.prod(layout.axis_sizes[axis] for axis in axes)
-    return f"{' × '.join(axes)}: {ways} ways" if axes else "nothing: whole on every device"
-
-
-def _messages_table(machine: Preset, step: Step) -> Table:
-    exchange = step.used_exchange if step.layout.ep > 1 else "none"
-    table = Table(
-        "part", "message", "collective", "axes", "link", "count", "kB each", "MB in all",
-        title=f"messages of a round of {step.device_rows} rows a device, exchange {exchange}", title_justify="left",
-    )  # fmt: skip
-    sent: dict[str, Need] = {part: need for part, need in ledger(step).items() if need.messages}
-    for part, need in sent.items():
-        for message in need.messages:
-            table.add_row(
-                part, message.what, message.kind, " × ".join(message.axes), _link(machine, *message.axes),
-                str(message.count), f"{message.bytes / 1e3:,.1f}", f"{message.count * message.bytes / MB:,.2f}",
-            )  # fmt: skip
-        table.add_section()
-    if not sent:
-        table.add_row("", "none: one device does everything", "", "", "", "0", "", "")
-    return table
+def _messages_table(step: Step, data: dict[str, Any]) -> Table:
+    rows: list[tuple[str, ...] | None] = []
+    last = None
+    for message in data["messages"]:
+        if last not in (None, message["part"]):
+            rows.append(None)
+        last, total = message["part"], message["count"] * message["bytes"]
+        rows.append(
+            (message["part"], message["what"], message["kind"], " × ".join(message["axes"]), message["link"],
+             str(message["count"]), f"{total / 1e3:,.1f}")
+        )  # fmt: skip
+    if not rows:
+        rows.append(("", "none: one device does everything", "", "", "", "0", ""))
+    columns = (*left("part", "message", "collective", "axes", "link"), *right("count", "kB in all"))
+    title = f"messages of a round of {step.device_rows} rows a device, exchange {data['exchange']}"
+    return table(title, columns, rows)

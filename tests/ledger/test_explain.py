@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import io
+import json
+import re
 from pathlib import Path
 
 import jax
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
+from kimi_jax.commands import decode
 from kimi_jax.config import ModelConfig
 from kimi_jax.decoding.engine import Draft, model_for
 from kimi_jax.decoding.sampling import Sampling
@@ -190,8 +193,12 @@ def test_a_round_sends_what_is_told(name, engines):
 def explained(machine: Preset, **load) -> str:
     console = Console(record=True, width=160, file=io.StringIO())
     placement = even_placement(k26().n_routed_experts, machine.layout.expert_ranks)
-    console.print(explain(machine, Step(k26(), machine.layout, **load), placement))
+    console.print(*explain(machine, Step(k26(), machine.layout, **load), placement), sep="\n")
     return console.export_text()
+
+
+def cells(text: str) -> list[list[str]]:
+    return [re.split(r"  +", line.strip()) for line in text.splitlines()]
 
 
 def test_the_explanation_names_every_part():
@@ -204,9 +211,7 @@ def test_the_explanation_names_every_part():
         "136 rows a device, exchange alltoall",
     ):
         assert phrase in text, text
-    assert any(
-        line.startswith("│ experts") and "ep: 72 ways" in line and "8,918.14" in line for line in text.splitlines()
-    )
+    assert ["experts", "ep: 72 ways", "8,918.14"] in cells(text)
     # 8 requests × 8192 tokens × 61 layers × 576 values × 2 bytes.
     assert f"{8 * 8192 * 61 * 576 * 2 / 1e6:,.2f}" in text
 
@@ -217,12 +222,28 @@ def test_what_is_explained_is_the_ledger():
     load = {"requests": 4, "context": 1024, "rows": 8, "drafter": kimi_drafter(), "program": "decode"}
     text = explained(machine, **load)
     for part, need in ledger(Step(k26(), machine.layout, **load)).items():
-        assert not need.weights or f"│ {part} " in text
+        assert not need.weights or part in {row[0] for row in cells(text)}
         for message in need.messages:
-            lines = [
-                line for line in text.splitlines() if line.startswith(f"│ {part} ") and f"│ {message.what} " in line
-            ]
-            assert [f" {message.count} " in line for line in lines] == [True]
+            rows = [row for row in cells(text) if row[:2] == [part, message.what]]
+            assert [row[5] for row in rows] == [str(message.count)]
+
+
+def test_json_of_explain_is_one_object_with_the_ledger(capsys):
+    """The tables' figures as numbers, by the command."""
+    decode.run(["--mesh", "hgx-ib-16", "--checkpoint", str(TINY), "--explain", "--json", "one", "two"])
+    data = json.loads(capsys.readouterr().out)
+    config, machine = ModelConfig.from_json(TINY), preset("hgx-ib-16")
+    step = Step(config, machine.layout, requests=2, rows=1, context=8192, program="decode")
+    counted = ledger(step)
+    assert (data["mesh"], data["gpus"], data["requests"], data["context"]) == ("hgx-ib-16", 16, 2, 8192)
+    for part, need in counted.items():
+        assert sum(each["bytes"] for each in data["weights"] if each["part"] == part) == need.weights
+        messages = [
+            (m["what"], tuple(m["axes"]), m["count"], m["bytes"]) for m in data["messages"] if m["part"] == part
+        ]
+        assert messages == [(m.what, m.axes, m.count, m.bytes) for m in need.messages]
+    assert data["caches"] == {"latent cache": counted["attention"].cache}
+    assert data["total_bytes"] == sum(need.weights for need in counted.values()) + counted["attention"].cache
 
 
 def test_links_of_a_machine_with_a_network():
