@@ -318,12 +318,12 @@ def cvt(decoder: Decoder, instruction: Instruction, rest: tuple[str, ...]) -> Ru
             )
 
         return pack
-    source, destination = (U16 if n == "bf16" else kind_of(n) for n in (of, to))
+    source, destination = (U16 if n == "bf16" else kind_of(_held(n)) for n in (of, to))
     # A register may be wider than the type that is read from it or written to it.
     width = decoder.width(sources[0])
     source_row = decoder.read(sources[0], source if width is None else _widest(source, width))
     source_view = source if width is None else _widest(source, width)
-    target = _widest(destination, decoder.width(d) or WIDTHS[to.replace("b", "u")])
+    target = _widest(destination, decoder.width(d) or 16)
     row = decoder.write(d, target)
     source_type, target_type = (
         np.dtype(f"{n[0].replace('s', 'i')}{int(n[1:]) // 8}") if n != "bf16" else None for n in (of, to)
@@ -344,6 +344,11 @@ def cvt(decoder: Decoder, instruction: Instruction, rest: tuple[str, ...]) -> Ru
         np.copyto(t[target][row], x.astype(t[target][row].dtype), where=where)
 
     return run
+
+
+def _held(type_name: str) -> str:
+    """The type whose registers hold values of a type: bytes lie in 16 bits."""
+    return f"{type_name[0]}16" if type_name in ("s8", "u8") else type_name
 
 
 def _widest(kind: int, width: int) -> int:

@@ -82,6 +82,8 @@ INTEGERS = {
     "cvt.u16.u32 %h1, %r0; mul.hi.u16 %h1, %h1, 43691; cvt.u32.u16 %r9, %h1": lambda a, b, c: (
         (a & 0xFFFF) * 43691 >> 16
     ),
+    "cvt.s8.s32 %h1, %r0; cvt.s32.s16 %r9, %h1": lambda a, b, c: signed(a, 8),
+    "cvt.u8.u32 %h1, %r0; cvt.u32.u8 %r9, %h1": lambda a, b, c: a & 255,
     "cvt.rn.f32.s32 %r9, %r0": lambda a, b, c: int(np.float32(signed(a)).view(np.uint32)),
 }
 

@@ -66,7 +66,10 @@ SLOW = {
         for engine in ("hopper", "blackwell")
         for rows, order in ((16, OVERWRITING), (32, Order(2)), (64, LATE))
     },
-    **{f"{engine} 64, width 64": experts(70, 1024, 64, EARLY, engine, rows=64) for engine in ("hopper", "blackwell")},
+    **{
+        f"{engine} 64, width 64": experts(70, 2048, 64, EARLY, engine, rows=64, stages=2)
+        for engine in ("hopper", "blackwell")
+    },
     "attention hopper": attention((100, 256, 0), 1, 8, LATE, "hopper"),
     "attention cluster, late": attention((450, 256, 0), 17, 8, OVERWRITING, "hopper", positions=512, splits=3),
     "attention blackwell, early": attention((450, 256, 0), 17, 8, EARLY, "blackwell", positions=512, splits=3),
