@@ -20,6 +20,7 @@ import pytest
 from jax.sharding import NamedSharding
 from safetensors.numpy import load_file
 
+from kimi_jax import compilation_cache
 from kimi_jax.decoding.engine import Engine, open_checkpoint
 from kimi_jax.model.cache import empty_cache
 from kimi_jax.model.transformer import Output, Rows
@@ -31,9 +32,10 @@ from meshes.presets import preset
 
 jax.config.update("jax_num_cpu_devices", 72)
 
-if "PYTEST_XDIST_WORKER" not in os.environ:  # commands share compiled programs in a folder that goes with the session
-    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="kimi_jax_tests_")
+if "PYTEST_XDIST_WORKER" not in os.environ:  # a run's processes and commands share what they compile, in a folder
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="kimi_jax_tests_")  # that goes with the run
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+compilation_cache.switch(True)
 
 TESTS = Path(__file__).parent
 DATA = TESTS / "data"
