@@ -277,7 +277,7 @@ class KimiJax(TemplateLM):
 
 
 def checked(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `KimiJax` as lm-eval parses them, numbers that are names turned back.
+    """Arguments of `KimiJax` as lm-eval parses them: what it took for numbers and None is turned back where it is text.
 
     Raises:
       ValueError: naming the argument that there is not, or whose value does not fit, and what does.
@@ -291,6 +291,8 @@ def checked(arguments: Mapping[str, Any]) -> dict[str, Any]:
             meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
             raise ValueError(f"--model_args: there is no argument {name!r}; {meant}")
         kinds = _kinds(hints[name])
+        if value is None and "none" in kinds:
+            value = "none"  # speculation=none, which is not to leave speculation out
         if str in kinds and isinstance(value, int | float) and type(value) not in kinds:
             value = str(value)
         if type(value) not in kinds and value not in [kind for kind in kinds if isinstance(kind, str)]:

@@ -166,7 +166,7 @@ def test_the_command_scores_the_same_with_and_without_speculation(tmp_path):
         ("budget=2.5", "budget=2.5 does not fit"),
         ("thinking=2", "thinking=2 does not fit; thinking takes True or False"),
         ("ep=True", "ep=True does not fit; ep takes a whole number"),
-        ("exchange=none", "exchange=none does not fit; exchange takes auto or allgather"),
+        ("exchange=all", "exchange=all does not fit; exchange takes auto or allgather"),
         ("cache=whole", "cache=whole does not fit; cache takes copied or split"),
         ("mesh", "mesh has no value; arguments are NAME=VALUE"),
         ("mesh=nvl99", "nvl99"),
@@ -179,7 +179,9 @@ def test_bad_model_args_are_one_line_that_names_them(arguments, message):
     assert "\n" not in str(error.value)
 
 
-def test_values_that_only_look_like_numbers_are_names():
+def test_values_that_only_look_like_numbers_or_none_are_text():
+    assert checked({"speculation": None}) == {"speculation": "none"}, "as lm-eval parses speculation=none"
+    assert KimiJax.create_from_arg_string("speculation=none,seed=5").draft.kind == "none"
     assert checked({"checkpoint": 7, "budget": "auto", "dp": 2}) == {"checkpoint": "7", "budget": "auto", "dp": 2}
 
 
