@@ -224,13 +224,20 @@ class Operation[Shape, Config]:
         """Names of the implementations for a device's architecture."""
         return [name for name, known in self.implementations.items() if device.architecture in known.architectures]
 
+    def serves(self, implementation: str, case: Case[Shape]) -> bool:
+        """Whether a case is for an implementation or the reference, and nothing stands in the way in bfloat16."""
+        if case.only and implementation not in case.only:
+            return False
+        known = self.implementations.get(implementation)
+        return known is None or known.obstacle(case.shape, jnp.dtype(jnp.bfloat16)) is None
+
     def trials(self, device: Device, cases: Mapping[str, Case[Shape]]) -> list[tuple[str, str]]:
-        """Pairs of an implementation for the device and the name of a case for it."""
+        """Pairs of an implementation for the device and the name of a case that it serves."""
         return [
             (implementation, name)
             for implementation in self.available(device)
             for name, case in cases.items()
-            if not case.only or implementation in case.only
+            if self.serves(implementation, case)
         ]
 
 

@@ -29,7 +29,7 @@ def table():
     for operation in OPERATIONS.values():
         for implementation in ("reference", *operation.implementations):
             for name, case in operation.cases.items():
-                if case.only and implementation not in case.only:
+                if not operation.serves(implementation, case):
                     continue
                 marks = [pytest.mark.slow] if case.slow and implementation != "reference" else []
                 yield pytest.param(
@@ -49,6 +49,13 @@ def test_every_implementation_computes_every_case(operation, implementation, cas
     assert [tolerance.exceeded(error) for tolerance, error in zip(operation.tolerances, found, strict=True)] == [
         [] for _ in found
     ], found
+
+
+@BY_NAME
+def test_every_implementation_serves_a_case_and_a_check(operation):
+    for implementation in operation.implementations:
+        for cases in (operation.cases, operation.checks):
+            assert any(operation.serves(implementation, case) for case in cases.values()), implementation
 
 
 @BY_NAME
