@@ -13,6 +13,8 @@ from typing import Any, Literal
 from meshes.topology import AxisSpan, Topology, axis_span
 
 AXES = ("dp", "ep", "tp")
+ExpertSplit = Literal["slots", "width"]
+CacheSplit = Literal["copied", "split"]
 HGX_NODES = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 
 
@@ -33,9 +35,9 @@ class Layout:
     dp: int = 1
     ep: int = 1
     tp: int = 1
-    experts: Literal["slots", "width"] = "slots"
+    experts: ExpertSplit = "slots"
     exchange: str = "auto"
-    cache: Literal["copied", "split"] = "copied"
+    cache: CacheSplit = "copied"
 
     def __post_init__(self):
         for axis, size in self.axis_sizes.items():

@@ -1,9 +1,19 @@
-"""What every estimate is asked for: the load, the machine, the layout. `scripts/estimate.py` takes them as options."""
+"""What every estimate is asked for: the load, the machine, the layout."""
 
 import dataclasses
-from pathlib import Path
 from typing import Literal
 
+from kimi_jax.commands.options import (
+    Batch,
+    Config,
+    Count,
+    DrafterConfigFile,
+    Gpu,
+    Json,
+    LayoutOptions,
+    OptionalFile,
+    Wide,
+)
 from kimi_jax.config import ModelConfig
 from kimi_jax.drafter.config import DrafterConfig
 from kimi_jax.estimator import acceptance, search
@@ -11,7 +21,7 @@ from kimi_jax.estimator.scenario import Prefill, Scenario, default_acceptance, m
 from kimi_jax.ledger import routing
 from kimi_jax.ledger.constants import Constants
 from kimi_jax.ledger.models import k26, kimi_drafter
-from meshes import GPU, Preset, gpu, preset
+from meshes import GPU, Preset, gpu
 from meshes.hardware import INFINIBAND_400, INFINIBAND_800
 
 
@@ -19,23 +29,21 @@ from meshes.hardware import INFINIBAND_400, INFINIBAND_800
 class Load:
     """The load, the model and its drafter, and what the estimate assumes."""
 
-    checkpoint: Path | None = None
-    """Folder or config.json of another model of the family than K2.6."""
-    drafter: Path | None = None
-    """Folder or config.json of another DFlash drafter than the public Kimi drafter."""
-    concurrency: int = 1
-    """Requests in flight in the whole system."""
+    checkpoint: Config = None
+    drafter: DrafterConfigFile = None
+    batch: Batch = 1
+    """Requests in flight in the whole machine."""
     context: int = 8192
     """Tokens in each request's cache."""
-    block: int | None = None
+    block: Count = None
     """Positions of one drafter pass, in place of the drafter's own; the public Kimi drafters have 8."""
     hit_rate: float | None = None
     """Mean hit rate of the drafter's first candidate; by default that of the Kimi K2.5 drafter's card."""
-    hit_rates: Path | None = None
+    hit_rates: OptionalFile = None
     """Measured hit rates by position: decode.py's --json output of a run with a chain, or JSON with `hit_rates`."""
     experts_used: Literal["zipf", "uniform"] = "zipf"
     """How popular experts are."""
-    expert_counts: Path | None = None
+    expert_counts: OptionalFile = None
     """Measured popularity instead: JSON with a pick count for each expert, or such a list for each layer."""
     kernels: Literal["public", "target", "vllm"] = "public"
     """Kernels: the best that were measured publicly, this project's design targets, or vLLM's."""
@@ -45,18 +53,14 @@ class Load:
     """Experts balanced over ranks by load."""
     slots: int = 0
     """Expert slots of one replica, more than the experts for replicas; 0 for the fewest that divide."""
-    cache: Literal["copied", "split"] = "copied"
-    """Latent cache whole on every tp rank, or split over them by position: for long contexts."""
     input_tokens: int = 0
     """Prompt length, to count prompts that the same GPUs work through; 0 leaves them out."""
     output_tokens: int = 1024
     """Answer length, for the same purpose."""
     infiniband: Literal[400, 800] | None = None
     """Gb/s of each GPU's adapter; by default the GPU's usual one."""
-    wide: bool = False
-    """Tables with all their columns, for more than 80 columns of text."""
-    json: bool = False
-    """Print JSON instead of tables."""
+    wide: Wide = False
+    json: Json = False
 
     def card(self, machine: Preset, name: str | None) -> GPU:
         """The GPU by name, or the machine's first."""
@@ -86,7 +90,7 @@ class Load:
         return make_scenario(
             machine,
             self.card(machine, gpu_name),
-            concurrency=self.concurrency,
+            concurrency=self.batch,
             context=self.context,
             acceptance=rates,
             routing=popularity,
@@ -121,29 +125,11 @@ class Load:
 class Place(Load):
     """One machine, and the layout on it."""
 
-    mesh: str = "nvl72"
-    """Machine: local (up to 8 GPUs of one node), hgx-ib-N, nvl36 or nvl72."""
-    gpu: str | None = None
-    """h100, h200, b200, b300, gb200, gb300 or rtx-pro-6000 (on local); by default the mesh's usual one."""
-    dp: int | None = None
-    """Replicas."""
-    ep: int | None = None
-    """Ranks that share the experts and split the batch."""
-    tp: int | None = None
-    """Ranks that split heads and widths."""
-    experts: Literal["slots", "width"] | None = None
-    """Split whole experts over ep and tp, or experts over ep and their width over tp."""
-    exchange: Literal["auto", "allgather", "alltoall"] | None = None
-    """How rows reach experts and come back; by default auto, which decides by the rows of a step as the decoder does. A
-    search tries both."""
-
-    def machine(self) -> Preset:
-        """The preset with the layout options applied."""
-        return preset(self.mesh).with_options(
-            dp=self.dp, ep=self.ep, tp=self.tp, experts=self.experts, exchange=self.exchange, cache=self.cache
-        )
+    layout: LayoutOptions = LayoutOptions("nvl72")
+    gpu: Gpu = None
 
     def fixed(self) -> search.Fixed:
         """What the layout options leave no choice about in a search."""
-        exchange = None if self.exchange == "auto" else self.exchange
-        return search.Fixed(self.dp, self.ep, self.tp, self.experts, exchange)
+        given = self.layout
+        exchange = None if given.exchange == "auto" else given.exchange
+        return search.Fixed(given.dp, given.ep, given.tp, given.experts, exchange)

@@ -1,0 +1,188 @@
+"""The options that several commands take, each declared once: machine and layout, checkpoint, drafter, processes."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+
+from kimi_jax.opening import BUNDLED_CHECKPOINT, Dtype, drafter_of
+from kimi_jax.parallel.processes import ProcessOptions
+from meshes.hardware import GPUS
+from meshes.presets import CacheSplit, ExpertSplit, Preset, preset
+
+if TYPE_CHECKING:
+    from kimi_jax.decoding.engine import Draft
+
+
+def option(metavar: str | None = None, help: str | None = None, **more: Any) -> Any:
+    """An option's name for its value and its help, which says nothing of a default that is None or empty."""
+    return tyro.conf.arg(
+        metavar=metavar, help=help,
+        help_behavior_hint=lambda default: "" if default in ("None", "") else f"(default: {default})", **more,
+    )  # fmt: skip
+
+
+Count = Annotated[int | None, option("N")]
+OptionalFile = Annotated[Path | None, option("FILE")]
+OptionalFolder = Annotated[Path | None, option("DIR")]
+Files = Annotated[tuple[Path, ...], tyro.conf.Positional, option("FILE ...")]
+
+Checkpoint = Annotated[
+    Path,
+    tyro.conf.arg(
+        metavar="DIR",
+        help="Checkpoint in K2.6's own format (config.json, safetensors shards with their index, tiktoken.model) or "
+        "sharded by `convert`; a folder, or a name on the hub, owner/name or owner/name@revision.",
+        help_behavior_hint=lambda default: f"(default: {'the bundled one' if 'assets' in default else default})",
+    ),
+]
+Drafter = Annotated[
+    Path | None,
+    option("DIR", "DFlash drafter made for the checkpoint, a folder or a name on the hub; the bundled checkpoint has a "
+           "bundled one, and any other decodes plainly without."),
+]  # fmt: skip
+Config = Annotated[Path | None, option("PATH", "Folder or config.json of another model of the family than K2.6.")]
+DrafterConfigFile = Annotated[
+    Path | None, option("PATH", "Folder or config.json of another DFlash drafter than the public Kimi drafter.")
+]
+Gpu = Annotated[str | None, option("NAME", f"Card: {', '.join(GPUS)}; by default the machine's usual one.")]
+Batch = Annotated[int, tyro.conf.arg(metavar="N", aliases=["--concurrency"])]
+"""Requests together in the whole machine."""
+Json = Annotated[bool, tyro.conf.arg(help="Print one JSON object instead of text and tables.")]
+Wide = Annotated[bool, tyro.conf.arg(help="Tables with all their columns, for more than 80 columns of text.")]
+NoCache = Annotated[
+    bool,
+    tyro.conf.arg(help="Compile everything anew: use none of the programs that earlier runs left in the cache folder."),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutOptions:
+    """The machine and how the model lies on it. What is not given is the preset's."""
+
+    mesh: Annotated[
+        str | None,
+        option("NAME", "Machine: local (up to 8 GPUs of one node), hgx-ib-N (N GPUs in nodes of 8; hgx-ib is 16), "
+               "nvl36 or nvl72; simulated without GPUs."),
+    ] = "local"  # fmt: skip
+    dp: Count = None
+    """Replicas with weights of their own."""
+    ep: Count = None
+    """Ranks that share the experts and split the batch."""
+    tp: Count = None
+    """Ranks that split heads and widths."""
+    experts: Annotated[ExpertSplit | None, option("{slots,width}")] = None
+    """slots: whole experts over ep and tp. width: experts over ep, and each one's width over tp."""
+    exchange: Annotated[str | None, option("NAME")] = None
+    """How rows reach experts on other ep ranks: allgather, alltoall, ragged, or auto, which takes the buffers of
+    alltoall where they halve what travels, by the rows of a step. ragged is for GPUs, and has known problems
+    (docs/parallel.md)."""
+    cache: Annotated[CacheSplit | None, option("{copied,split}")] = None
+    """copied: the latent cache whole on every tp rank. split: over them by position, for long contexts."""
+
+    def preset(self, default: str = "local") -> Preset:
+        """The machine, by default the one named, with the options applied. Raises LayoutError naming what works."""
+        if self.exchange is not None:
+            from kimi_jax.parallel.exchange import backend  # imports jax
+
+            backend(self.exchange)
+        return preset(self.mesh or default).with_options(
+            dp=self.dp, ep=self.ep, tp=self.tp, experts=self.experts, exchange=self.exchange, cache=self.cache
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """A checkpoint on a machine."""
+
+    checkpoint: Checkpoint = BUNDLED_CHECKPOINT
+    layout: LayoutOptions = LayoutOptions()
+    dtype: Dtype = "auto"
+    """Type of activations and dense weights; auto is bfloat16 on GPUs and float32 on simulated meshes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions(CheckpointOptions):
+    """A checkpoint on a machine, and the processes that run it."""
+
+    processes: ProcessOptions = dataclasses.field(default_factory=ProcessOptions)
+    placement: OptionalFile = None
+    """JSON file that says which experts lie where, as decode --save-placement writes; by default in order, or as a
+    sharded checkpoint has them."""
+    workers: int = 8
+    """Threads of each process that read the checkpoint; network storage often wants more."""
+    no_cache: NoCache = False
+
+    @property
+    def uses_cache(self) -> bool:
+        """Whether compiled programs are kept for later runs, and those of earlier ones used."""
+        return not self.no_cache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterOptions(EngineOptions):
+    """A checkpoint and its drafter."""
+
+    drafter: Drafter = None
+
+    def known_drafter(self, console: Console) -> Path | None:
+        """The drafter that was named or the bundled checkpoint's own; where there is none, the console is told."""
+        found = drafter_of(self.checkpoint, self.drafter)
+        if found is None:
+            told = f"{self.checkpoint} decodes plainly: --drafter DIR names a drafter made for it"
+            console.print(told, style="dim", highlight=False)
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeculationOptions(DrafterOptions):
+    """A checkpoint, its drafter, and how the drafts are used."""
+
+    speculation: Annotated[Literal["none", "chain", "ddtree"] | None, option("{none,chain,ddtree}")] = None
+    """Draft nothing, the drafter's best chain, or its best tree; ddtree wherever there is a drafter."""
+    budget: int | Literal["auto"] = "auto"
+    """Draft tree nodes verified each round. auto picks them for every dispatch by what rounds cost, measured here or
+    estimated for a simulated machine, and by what drafts brought so far; it drafts nothing where that does not pay."""
+    keep_chain: bool = False
+    """Always verify the drafter's best chain, and spend the rest of the budget on the best other prefixes."""
+    share_budget: bool = False
+    """Verify the best prefixes over all prompts of a device group instead of the same number for each."""
+
+    def used_drafter(self, console: Console) -> Path | None:
+        """The drafter that is loaded. Raises ValueError where speculation is asked for and there is none."""
+        if self.speculation == "none":
+            return None
+        if self.speculation is None:
+            return self.known_drafter(console)
+        found = drafter_of(self.checkpoint, self.drafter)
+        if found is None:
+            raise ValueError(
+                f"--speculation {self.speculation} needs --drafter DIR: the folder of a drafter made for this checkpoint"
+            )
+        return found
+
+    def draft(self, drafter: Path | None, synthetic_acceptance: float | None = None) -> "Draft":
+        """How an engine with this drafter, or without one, drafts."""
+        from kimi_jax.decoding.engine import Draft
+
+        kind = self.speculation or ("none" if drafter is None else "ddtree")
+        return Draft(kind, self.budget, self.keep_chain, self.share_budget, synthetic_acceptance)
+
+
+CONFIG = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+"""Names of nested options are their own, and a flag has one form."""
+
+
+def parse[T](form: type[T], args: Sequence[str], prog: str | None, description: str | None) -> T:
+    """The options in `args`; `prog` is what the help calls the command."""
+    return tyro.cli(form, prog=prog, args=args, description=description, config=CONFIG)
+
+
+def dispatch(
+    commands: Mapping[str, Callable[..., Any]], args: Sequence[str], prog: str | None, description: str | None
+) -> None:
+    """Runs the subcommand that `args` begins with; each takes its options."""
+    tyro.extras.subcommand_cli_from_dict(dict(commands), prog=prog, args=args, description=description, config=CONFIG)
