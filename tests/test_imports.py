@@ -26,7 +26,10 @@ LAYERS = (
     {"ledger"},
     {"decoding"},
     {"tables", "compilation_cache"},
-    {"estimator", "profiling", "evaluation", "training", "doctor", "cli", "opening", "gpu_check"},
+    {
+        *("estimator", "profiling", "evaluation", "training", "doctor", "opening", "gpu_check"),
+        *("commands.options", "commands.errors", "commands.progress"),
+    },
     {"commands"},
 )
 """Rooms, lowest first. A room imports from lower layers and from its own, there without a circle."""

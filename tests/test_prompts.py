@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kimi_jax.cli import BUNDLED_CHECKPOINT
+from kimi_jax.opening import BUNDLED_CHECKPOINT
 from kimi_jax.prompts import Prompt, PromptError, Wishes, encode, read_prompts
 from kimi_jax.tokenizer import Tokenizer, write_tokenizer
 

@@ -12,8 +12,10 @@ import pytest
 from rich.console import Console
 
 from kimi_jax import provenance as module
-from kimi_jax.cli import BUNDLED_CHECKPOINT, BUNDLED_DRAFTER, EngineOptions, open_engine
+from kimi_jax.commands.options import EngineOptions
+from kimi_jax.commands.progress import open_engine
 from kimi_jax.decoding.engine import Draft
+from kimi_jax.opening import BUNDLED_CHECKPOINT, BUNDLED_DRAFTER
 from kimi_jax.provenance import SAMPLE_BYTES, commit, fingerprint, provenance
 
 ROOT = Path(__file__).parents[1]
@@ -49,7 +51,7 @@ def test_large_files_are_sampled_at_three_places(tmp_path, place):
 
 def test_the_record_says_what_ran_on_what():
     assert len(jax.devices()) == 72, "started for all tests, before this one asks for 8"
-    options = EngineOptions(BUNDLED_CHECKPOINT, "hgx-ib-8", cache="split")
+    options = EngineOptions(layout=LayoutOptions("hgx-ib-8", cache="split"))
     opened = open_engine(options, Console(quiet=True), BUNDLED_DRAFTER)
     record = json.loads(json.dumps(provenance(opened, Draft("ddtree", 7), seed=11)))
     assert record["checkpoint"] == {

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kimi_jax.chat import ToolCall
-from kimi_jax.cli import BUNDLED_CHECKPOINT
+from kimi_jax.opening import BUNDLED_CHECKPOINT
 from kimi_jax.prompts import Prompt
 from kimi_jax.standard_output import OutputConsole, harmless
 from kimi_jax.text_output import Reader, Screen, StopStrings, as_json

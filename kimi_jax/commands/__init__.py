@@ -18,7 +18,7 @@ COMMANDS = {
 
 def run(name: str, args: Sequence[str], prog: str | None = None) -> None:
     """Runs one command of COMMANDS with its arguments; `prog` is what its help calls it."""
-    from kimi_jax.cli import command
+    from kimi_jax.commands.errors import command
 
     with command():
         importlib.import_module(f"kimi_jax.commands.{name}").run(args, prog)
@@ -35,7 +35,7 @@ def main() -> None:
     lines.append("kimi-jax COMMAND --help lists a command's options.")
     if not asked:
         lines.append(f"error: there is no command {name!r}")
-    from kimi_jax.cli import command
+    from kimi_jax.commands.errors import command
 
     with command():
         print("\n".join(lines), file=sys.stdout if asked else sys.stderr)

@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from kimi_jax.checkpoint import hub
-from kimi_jax.cli import BUNDLED_CHECKPOINT, MeshOptions, errors_in_one_line, on_disk
+from kimi_jax.commands.options import Checkpoint, CheckpointOptions, Json, OptionalFile, dispatch
+from kimi_jax.commands.progress import on_disk
 from kimi_jax.config import ModelConfig
+from kimi_jax.opening import BUNDLED_CHECKPOINT
 from kimi_jax.standard_output import OutputConsole
 from meshes.devices import build_mesh, simulate
 
@@ -29,66 +30,64 @@ GB = 1e9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanOptions(MeshOptions):
+class PlanOptions(CheckpointOptions):
     """Options of `plan`."""
 
     processes: int = 1
     """Processes that share the mesh's devices equally: one a node, usually."""
     bandwidth: float = 2.0
     """GB/s that one process reads from storage, for the seconds column."""
-    json: bool = False
-    """Print one JSON object instead of tables."""
+    json: Json = False
 
 
 def run_plan(options: PlanOptions) -> None:
     """Show what each process would read and hold, from the headers alone; nothing else is read. Of a name on the hub
     only config.json and the index are fetched: shapes are then the configuration's, dense weights bfloat16."""
     out, status = OutputConsole(soft_wrap=True), Console(stderr=True, soft_wrap=True)
-    with errors_in_one_line(status):
-        machine = options.preset()
-        named = hub.is_name(options.checkpoint)
-        folder = on_disk(options.checkpoint, status, outline=True)
-        config = ModelConfig.from_json(folder)
-        mesh = build_mesh(machine, simulate(machine.layout.num_devices))
-        import jax.numpy as jnp
+    machine = options.layout.preset()
+    named = hub.is_name(options.checkpoint)
+    folder = on_disk(options.checkpoint, status, outline=True)
+    config = ModelConfig.from_json(folder)
+    mesh = build_mesh(machine, simulate(machine.layout.num_devices))
+    import jax.numpy as jnp
 
-        from kimi_jax.checkpoint.plan import declared_tensors, plan, split_processes
-        from kimi_jax.checkpoint.safetensors import open_checkpoint
-        from kimi_jax.decoding.engine import model_for
-        from kimi_jax.parallel.sharding import rules
+    from kimi_jax.checkpoint.plan import declared_tensors, plan, split_processes
+    from kimi_jax.checkpoint.safetensors import open_checkpoint
+    from kimi_jax.decoding.engine import model_for
+    from kimi_jax.parallel.sharding import rules
 
-        started = time.perf_counter()
-        model = model_for(config, machine.layout)
-        if named:
-            tensors, total = declared_tensors(
-                folder, model, config.key_prefix, dtype="bfloat16", num_experts=config.n_routed_experts
-            )
-        else:
-            tensors = open_checkpoint(folder)
-            total = sum(tensor.nbytes for tensor in tensors.values())
-        matched = plan(
-            tensors, model, config.key_prefix, mesh, rules(machine.layout),
-            dtype=jnp.dtype("bfloat16" if options.dtype == "auto" else options.dtype),
-            num_experts=config.n_routed_experts, slot_experts=model.placement.slot_experts,
-            process_of=split_processes(mesh, options.processes),
-        )  # fmt: skip
-        read = {process: matched.read_bytes(process) for process in matched.processes}
-        seconds = time.perf_counter() - started
-        device_bytes = {device.id: size for device, size in matched.device_bytes().items()}
-        per_process = len(device_bytes) // options.processes
-        summary = {
-            "tensors": len(tensors),
-            "tensor_bytes": total,
-            "skipped_tensors": len(matched.skipped),
-            "skipped_bytes": total - sum(t.nbytes for t in tensors.values()) + sum(t.nbytes for t in matched.skipped),
-            "files": len({tensor.file for tensor in tensors.values()}),
-            "mesh": machine.name,
-            "layout": str(machine.layout),
-            "plan_seconds": round(seconds, 2),
-            "device_bytes": list(device_bytes.values()),
-            "read_bytes": list(read.values()),
-            "largest_array_bytes": [matched.largest(process) for process in matched.processes],
-        }
+    started = time.perf_counter()
+    model = model_for(config, machine.layout)
+    if named:
+        tensors, total = declared_tensors(
+            folder, model, config.key_prefix, dtype="bfloat16", num_experts=config.n_routed_experts
+        )
+    else:
+        tensors = open_checkpoint(folder)
+        total = sum(tensor.nbytes for tensor in tensors.values())
+    matched = plan(
+        tensors, model, config.key_prefix, mesh, rules(machine.layout),
+        dtype=jnp.dtype("bfloat16" if options.dtype == "auto" else options.dtype),
+        num_experts=config.n_routed_experts, slot_experts=model.placement.slot_experts,
+        process_of=split_processes(mesh, options.processes),
+    )  # fmt: skip
+    read = {process: matched.read_bytes(process) for process in matched.processes}
+    seconds = time.perf_counter() - started
+    device_bytes = {device.id: size for device, size in matched.device_bytes().items()}
+    per_process = len(device_bytes) // options.processes
+    summary = {
+        "tensors": len(tensors),
+        "tensor_bytes": total,
+        "skipped_tensors": len(matched.skipped),
+        "skipped_bytes": total - sum(t.nbytes for t in tensors.values()) + sum(t.nbytes for t in matched.skipped),
+        "files": len({tensor.file for tensor in tensors.values()}),
+        "mesh": machine.name,
+        "layout": str(machine.layout),
+        "plan_seconds": round(seconds, 2),
+        "device_bytes": list(device_bytes.values()),
+        "read_bytes": list(read.values()),
+        "largest_array_bytes": [matched.largest(process) for process in matched.processes],
+    }
     if options.json:
         print(json.dumps(summary))
         return
@@ -128,8 +127,7 @@ def _range(sizes: list[int]) -> str:
 class ConvertOptions:
     """Options of `to-orbax` and `to-hf`."""
 
-    checkpoint: Path = BUNDLED_CHECKPOINT
-    """Folder to read, or a name on the hub."""
+    checkpoint: Checkpoint = BUNDLED_CHECKPOINT
     output: Path
     """Folder to create; it appears when it is complete."""
     workers: int = 8
@@ -140,7 +138,7 @@ class ConvertOptions:
 class ToOrbaxOptions(ConvertOptions):
     """Options of `to-orbax`."""
 
-    placement: Path | None = None
+    placement: OptionalFile = None
     """JSON file that says which experts lie where, as decode.py --save-placement writes; it is kept with the weights
     and holds wherever as many ranks can share its slots. By default every expert once, in order."""
 
@@ -183,29 +181,22 @@ def _conversion(options: ConvertOptions) -> Iterator[tuple[Path, ModelConfig, Ca
         TextColumn("reading {task.fields[name]}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
         TimeRemainingColumn(),
     )  # fmt: skip
-    with errors_in_one_line(status):
-        source = on_disk(options.checkpoint, status)
-        config = ModelConfig.from_json(source)
-        simulate(1)
-        started = time.perf_counter()
-        with Progress(*columns, console=status, transient=True) as bar:
-            task = bar.add_task("read", total=None, name=options.checkpoint.name)
+    source = on_disk(options.checkpoint, status)
+    config = ModelConfig.from_json(source)
+    simulate(1)
+    started = time.perf_counter()
+    with Progress(*columns, console=status, transient=True) as bar:
+        task = bar.add_task("read", total=None, name=options.checkpoint.name)
 
-            def progress(done: int, total: int) -> None:
-                bar.update(task, completed=done, total=total)
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
 
-            yield source, config, progress
-        size = sum(path.stat().st_size for path in options.output.rglob("*") if path.is_file())
-        seconds = time.perf_counter() - started
-        status.print(f"{options.output}: {size / GB:,.3f} GB in {seconds:,.1f} s", style="dim", highlight=False)
+        yield source, config, progress
+    size = sum(path.stat().st_size for path in options.output.rglob("*") if path.is_file())
+    seconds = time.perf_counter() - started
+    status.print(f"{options.output}: {size / GB:,.3f} GB in {seconds:,.1f} s", style="dim", highlight=False)
 
 
 def run(args: Sequence[str], prog: str | None = None) -> None:
     """Parses `args` and runs the command; `prog` is what its help calls it."""
-    tyro.extras.subcommand_cli_from_dict(
-        {"plan": run_plan, "to-orbax": run_to_orbax, "to-hf": run_to_hf},
-        prog=prog,
-        args=args,
-        description=__doc__,
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
+    dispatch({"plan": run_plan, "to-orbax": run_to_orbax, "to-hf": run_to_hf}, args, prog, __doc__)

@@ -11,19 +11,14 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.console import Console
 
 from kimi_jax import tables
-from kimi_jax.cli import (
-    BUNDLED_CHECKPOINT,
-    BUNDLED_DRAFTER,
-    EngineOptions,
-    errors_in_one_line,
-    open_engine,
-)
+from kimi_jax.commands.options import Count, Json, OptionalFile, OptionalFolder, SpeculationOptions, option, parse
+from kimi_jax.commands.progress import open_engine
 from kimi_jax.prompts import Prompt, PromptError, encode, raw_texts, read_prompts
 from kimi_jax.provenance import provenance
 from kimi_jax.text_files import read_standard_input, require_folder, require_writable
@@ -38,26 +33,26 @@ MODE = tyro.conf.create_mutex_group(required=False, title="thinking")
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(EngineOptions):
+class Options(SpeculationOptions):
     """Options of decode.py."""
 
-    prompts: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT ...")] = ()
+    prompts: Annotated[tuple[str, ...], tyro.conf.Positional, option("PROMPT ...")] = ()
     """Prompts, decoded as one batch. With none and no --file, standard input is one prompt."""
-    file: Path | None = None
+    file: OptionalFile = None
     """Prompts from a file: one a line, or with the ending .jsonl one {"messages": […], "tools": […]} or
     {"prompt": "…"} a line, which may set id, max_tokens, temperature, top_p, top_k, min_p, seed and stop of its own."""
-    chat: Annotated[bool, FORM, tyro.conf.FlagCreatePairsOff] = False
+    chat: Annotated[bool, FORM] = False
     """Wrap prompts in K2.6's chat template (the default)."""
-    raw: Annotated[bool, FORM, tyro.conf.FlagCreatePairsOff] = False
+    raw: Annotated[bool, FORM] = False
     """Continue the prompt's text as it is."""
-    thinking: Annotated[bool, MODE, tyro.conf.FlagCreatePairsOff] = False
+    thinking: Annotated[bool, MODE] = False
     """Let the model think before it answers (the default)."""
-    preserve_thinking: Annotated[bool, MODE, tyro.conf.FlagCreatePairsOff] = False
+    preserve_thinking: Annotated[bool, MODE] = False
     """Let it think, and keep the thinking of all earlier turns of a conversation in the prompt: what Kimi K2.7-Code
     expects, always."""
-    instant: Annotated[bool, MODE, tyro.conf.FlagCreatePairsOff] = False
+    instant: Annotated[bool, MODE] = False
     """Answer at once."""
-    system: str | None = None
+    system: Annotated[str | None, option("TEXT")] = None
     """System message put before every prompt."""
     max_new_tokens: int = 64
     """Tokens generated for each prompt at most."""
@@ -71,39 +66,27 @@ class Options(EngineOptions):
     """Leave out tokens below this fraction of the most likely token's probability."""
     seed: int = 0
     """Same seed, same text, whatever the mesh and the batch (in float32)."""
-    speculation: Literal["none", "chain", "ddtree"] | None = None
-    """Draft nothing, the drafter's best chain, or its best tree; ddtree wherever there is a drafter."""
-    drafter: Path | None = None
-    """Directory of a DFlash drafter made for the checkpoint; the bundled checkpoint has a bundled one."""
-    budget: int | Literal["auto"] = "auto"
-    """Draft tree nodes verified each round. auto picks them for every dispatch by what rounds cost, measured here or
-    estimated for a simulated machine, and by what drafts brought so far; it drafts nothing where that does not pay."""
-    keep_chain: bool = False
-    """Always verify the drafter's best chain, and spend the rest of the budget on the best other prefixes."""
-    share_budget: bool = False
-    """Verify the best prefixes over all prompts of a device group instead of the same number for each."""
-    synthetic_acceptance: float | None = None
+    synthetic_acceptance: Annotated[float | None, option("TOKENS")] = None
     """Pretend this mean acceptance length, to measure throughput. The text is then meaningless."""
-    rebalance_every: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    rebalance_every: Count = None
     """Count the rows that choose each expert, and move experts every N rounds to where all ranks have equally many."""
-    save_placement: Path | None = None
+    save_placement: OptionalFile = None
     """With --rebalance-every: where experts lie at the end, as a file for --placement."""
     time_parts: bool = False
     """Also measure the share of a round that drafting, verifying and committing take (compiles each of them)."""
-    xla_dump: Path | None = None
+    xla_dump: OptionalFolder = None
     """Directory for XLA's dump of the programs that ran: HLO before and after optimisation, buffer assignment, and an
     index of the files and of the parts of the model (compiles them again)."""
-    trace: Path | None = None
+    trace: OptionalFolder = None
     """Directory for a profiler trace of one dispatch of rounds, for xprof."""
     explain: bool = False
     """Print how the checkpoint lies on the mesh (who holds what, bytes of a device, messages and their links) and load
     nothing. Prompts count as requests; their length is not known, so the cache is that of --explain-context tokens."""
     explain_context: int = 8192
     """Cached tokens of each request that --explain counts."""
-    verbose: Annotated[bool, tyro.conf.arg(aliases=["-v"]), tyro.conf.FlagCreatePairsOff] = False
+    verbose: Annotated[bool, tyro.conf.arg(aliases=["-v"])] = False
     """Also print how many drafts were accepted, what served each operation and why, and overflows of buffers."""
-    json: bool = False
-    """Print one JSON object at the end instead of streaming text."""
+    json: Json = False
 
     @property
     def uses_cache(self) -> bool:
@@ -158,7 +141,7 @@ def explain_layout(options: Options, drafter: Path | None) -> None:
     from kimi_jax.ledger.explain import explain, explain_data
     from kimi_jax.ledger.step import Step
 
-    machine = options.preset()
+    machine = options.layout.preset()
     config = ModelConfig.from_json(options.checkpoint)
     placements = placements_of(options.checkpoint, config, machine.layout, options.placement)
     model = model_for(config, machine.layout, placements)
@@ -186,113 +169,105 @@ def explain_layout(options: Options, drafter: Path | None) -> None:
 def main(options: Options) -> None:
     """Runs one batch."""
     status = Console(stderr=True, quiet=options.json, soft_wrap=True)
-    with errors_in_one_line(Console(stderr=True)):
-        drafter = options.drafter or (BUNDLED_DRAFTER if options.checkpoint == BUNDLED_CHECKPOINT else None)
-        if options.explain:
-            explain_layout(options, None if options.speculation == "none" else drafter)
-            return
-        prompts = gather_prompts(options)
-        kind = options.speculation or ("none" if drafter is None else "ddtree")
-        if kind != "none" and drafter is None:
-            raise ValueError(
-                f"--speculation {kind} needs --drafter DIR: the folder of a drafter made for this checkpoint"
-            )
-        if options.save_placement is not None and options.rebalance_every is None:
-            raise ValueError("--save-placement keeps what --rebalance-every finds: give that too")
-        for folder in filter(None, (options.xla_dump, options.trace)):
-            require_folder(folder)
-        if options.save_placement is not None:
-            require_writable(options.save_placement)
-        if options.raw:
-            raw_texts(prompts, options.system)  # refused now, not after the checkpoint has been read
-        wanted = [wanted_of(options, prompt) for prompt in prompts]
-        opened = open_engine(options, status, drafter if kind != "none" else None)
-        if options.rebalance_every is not None:
-            opened = dataclasses.replace(opened, engine=opened.engine.rebalancing(options.rebalance_every))
-        engine = opened.engine
-        if options.synthetic_acceptance is not None:
-            warning = f"synthetic acceptance {options.synthetic_acceptance}: THE TEXT IS MEANINGLESS, only speed counts"
-            Console(stderr=True).print(warning, style="bold red")
+    drafter = options.used_drafter(status)
+    if options.explain:
+        explain_layout(options, drafter)
+        return
+    prompts = gather_prompts(options)
+    if options.save_placement is not None and options.rebalance_every is None:
+        raise ValueError("--save-placement keeps what --rebalance-every finds: give that too")
+    for folder in filter(None, (options.xla_dump, options.trace)):
+        require_folder(folder)
+    if options.save_placement is not None:
+        require_writable(options.save_placement)
+    if options.raw:
+        raw_texts(prompts, options.system)  # refused now, not after the checkpoint has been read
+    wanted = [wanted_of(options, prompt) for prompt in prompts]
+    opened = open_engine(options, status, drafter)
+    if options.rebalance_every is not None:
+        opened = dataclasses.replace(opened, engine=opened.engine.rebalancing(options.rebalance_every))
+    engine = opened.engine
+    if options.synthetic_acceptance is not None:
+        warning = f"synthetic acceptance {options.synthetic_acceptance}: THE TEXT IS MEANINGLESS, only speed counts"
+        Console(stderr=True).print(warning, style="bold red")
 
-        from kimi_jax.decoding.engine import Draft
-        from kimi_jax.decoding.generate import Limits
-        from kimi_jax.decoding.report import Report
-        from kimi_jax.decoding.requests import Request, generate_all
-        from kimi_jax.parallel import processes
-        from kimi_jax.parallel.eplb import save_placements
-        from kimi_jax.profiling.live import Trace, dump_generation
+    from kimi_jax.decoding.generate import Limits
+    from kimi_jax.decoding.report import Report
+    from kimi_jax.decoding.requests import Request, generate_all
+    from kimi_jax.parallel import processes
+    from kimi_jax.parallel.eplb import save_placements
+    from kimi_jax.profiling.live import Trace, dump_generation
 
-        thinking = not options.instant
-        sampling, longest = wanted[0].sampling, max(each.max_new_tokens for each in wanted)
-        limits = Limits(max_new_tokens=longest)
-        draft = Draft(kind, options.budget, options.keep_chain, options.share_budget, options.synthetic_acceptance)
-        ids = encode(prompts, engine.tokenizer, raw=options.raw, thinking=thinking, system=options.system,
-                     preserve_thinking=options.preserve_thinking)  # fmt: skip
-        readers = [
-            Reader(
-                engine.tokenizer,
-                engine.stop_ids,
-                raw=options.raw,
-                thinking=thinking,
-                tools=prompt.tools,
-                stops=prompt.wishes.stop,
-            )
-            for prompt in prompts
+    thinking = not options.instant
+    sampling, longest = wanted[0].sampling, max(each.max_new_tokens for each in wanted)
+    limits = Limits(max_new_tokens=longest)
+    draft = options.draft(drafter, options.synthetic_acceptance)
+    ids = encode(prompts, engine.tokenizer, raw=options.raw, thinking=thinking, system=options.system,
+                 preserve_thinking=options.preserve_thinking)  # fmt: skip
+    readers = [
+        Reader(
+            engine.tokenizer,
+            engine.stop_ids,
+            raw=options.raw,
+            thinking=thinking,
+            tools=prompt.tools,
+            stops=prompt.wishes.stop,
+        )
+        for prompt in prompts
+    ]
+    screen, report = Screen(prompts, readers), Report(len(prompts))
+    requests = [
+        Request(row, each.sampling, each.seed, each.max_new_tokens) for row, each in zip(ids, wanted, strict=True)
+    ]
+    trace = Trace(options.trace)
+    with status.status("compiling") as spinner:
+        for progress in generate_all(engine, requests, draft, lambda index: readers[index].finished):
+            spinner.stop()
+            trace.dispatched()
+            arrived = zip(readers, progress.new_tokens, progress.finished, strict=True)
+            kept = [reader.push(new, finished) for reader, new, finished in arrived]
+            report.add(dataclasses.replace(progress, new_tokens=kept))
+            if not options.json:
+                screen.update()
+    if options.trace is not None:
+        status.print(trace.close(), style="dim", highlight=False)
+    if options.xla_dump is not None:
+        with status.status("compiling again for the dump"):
+            dump_generation(
+                engine, opened.machine, opened.gpu.name, engine.next_programs(sampling, draft, ids, limits),
+                options.xla_dump, requests=len(prompts), context=max(map(len, ids)),
+                new_tokens=longest,
+            )  # fmt: skip
+    picks = engine.picks(draft, len(prompts), max(map(len, ids)) + longest)
+    if options.verbose:
+        status.print(f"{report.details()}; {', '.join(map(str, picks))}", style="dim", highlight=False)
+        if draft.kind != "none":
+            status.print(report.table())
+    shares: dict[str, Any] = {}
+    if engine.rebalancer is not None:
+        status.print(engine.rebalancer.summary(), style="dim", highlight=False)
+        shares["rebalancing"] = [dataclasses.asdict(move) for move in engine.rebalancer.moves]
+        if options.save_placement is not None and processes.this().prints:
+            save_placements(options.save_placement, list(engine.rebalancer.placements.values()))
+    automatic = engine.automatic(sampling, draft, len(prompts), limits, max(map(len, ids)))
+    if automatic is not None:
+        shares["automatic_budget"] = automatic.as_dict()
+    if options.time_parts:
+        with status.status("timing the parts of a round"):
+            seconds = engine.part_seconds(ids, limits, sampling, draft)
+        shares["round_seconds_by_part"] = seconds
+        whole = sum(seconds.values())
+        parts = ", ".join(f"{part} {time / whole:.0%}" for part, time in seconds.items())
+        status.print(f"a round takes {1e3 * whole:.1f} ms: {parts}", style="dim", highlight=False)
+    status.print(report.summary(), style="dim", highlight=False)
+    if options.json:
+        results = [
+            result(prompt, prompt_ids, reader) for prompt, prompt_ids, reader in zip(prompts, ids, readers, strict=True)
         ]
-        screen, report = Screen(prompts, readers), Report(len(prompts))
-        requests = [
-            Request(row, each.sampling, each.seed, each.max_new_tokens) for row, each in zip(ids, wanted, strict=True)
-        ]
-        trace = Trace(options.trace)
-        with status.status("compiling") as spinner:
-            for progress in generate_all(engine, requests, draft, lambda index: readers[index].finished):
-                spinner.stop()
-                trace.dispatched()
-                arrived = zip(readers, progress.new_tokens, progress.finished, strict=True)
-                kept = [reader.push(new, finished) for reader, new, finished in arrived]
-                report.add(dataclasses.replace(progress, new_tokens=kept))
-                if not options.json:
-                    screen.update()
-        if options.trace is not None:
-            status.print(trace.close(), style="dim", highlight=False)
-        if options.xla_dump is not None:
-            with status.status("compiling again for the dump"):
-                dump_generation(
-                    engine, opened.machine, opened.gpu.name, engine.next_programs(sampling, draft, ids, limits),
-                    options.xla_dump, requests=len(prompts), context=max(map(len, ids)),
-                    new_tokens=longest,
-                )  # fmt: skip
-        picks = engine.picks(draft, len(prompts), max(map(len, ids)) + longest)
-        if options.verbose:
-            status.print(f"{report.details()}; {', '.join(map(str, picks))}", style="dim", highlight=False)
-            if kind != "none":
-                status.print(report.table())
-        shares: dict[str, Any] = {}
-        if engine.rebalancer is not None:
-            status.print(engine.rebalancer.summary(), style="dim", highlight=False)
-            shares["rebalancing"] = [dataclasses.asdict(move) for move in engine.rebalancer.moves]
-            if options.save_placement is not None and processes.this().prints:
-                save_placements(options.save_placement, list(engine.rebalancer.placements.values()))
-        automatic = engine.automatic(sampling, draft, len(prompts), limits, max(map(len, ids)))
-        if automatic is not None:
-            shares["automatic_budget"] = automatic.as_dict()
-        if options.time_parts:
-            with status.status("timing the parts of a round"):
-                seconds = engine.part_seconds(ids, limits, sampling, draft)
-            shares["round_seconds_by_part"] = seconds
-            whole = sum(seconds.values())
-            parts = ", ".join(f"{part} {time / whole:.0%}" for part, time in seconds.items())
-            status.print(f"a round takes {1e3 * whole:.1f} ms: {parts}", style="dim", highlight=False)
-        status.print(report.summary(), style="dim", highlight=False)
-        if options.json:
-            results = [
-                result(prompt, prompt_ids, reader)
-                for prompt, prompt_ids, reader in zip(prompts, ids, readers, strict=True)
-            ]
-            run = provenance(opened, draft, options.seed) | {"sampling": dataclasses.asdict(sampling)}
-            summary = report.as_dict() | {"ran": opened.where, "speculation": kind, "run": run} | shares
-            summary["implementations"] = [dataclasses.asdict(pick) for pick in picks]
-            print(as_json({"results": results, "summary": summary}))
+        run = provenance(opened, draft, options.seed) | {"sampling": dataclasses.asdict(sampling)}
+        summary = report.as_dict() | {"ran": opened.where, "speculation": draft.kind, "run": run} | shares
+        summary["implementations"] = [dataclasses.asdict(pick) for pick in picks]
+        print(as_json({"results": results, "summary": summary}))
 
 
 def result(prompt: Prompt, prompt_ids: list[int], reader: Reader) -> dict[str, Any]:
@@ -311,4 +286,4 @@ def result(prompt: Prompt, prompt_ids: list[int], reader: Reader) -> dict[str, A
 
 def run(args: Sequence[str], prog: str | None = None) -> None:
     """Parses `args` and runs the command; `prog` is what its help calls it."""
-    main(tyro.cli(Options, prog=prog, args=args, description=__doc__, config=(tyro.conf.OmitArgPrefixes,)))
+    main(parse(Options, args, prog, __doc__))

@@ -1,4 +1,5 @@
-"""Look at this machine: versions, devices, what would run on it and why, and what stands in the way.
+"""Look at this machine: versions, devices, what would run on it and why, and what stands in the way. With --mesh also
+what a node of that machine needs, and what to set there.
 
 Examples:
   uv run scripts/doctor.py
@@ -12,77 +13,65 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from typing import Annotated
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
-from kimi_jax.cli import errors_in_one_line, table_console
+from kimi_jax.commands.options import ANY, Json, LayoutOptions, parse
 from kimi_jax.doctor import GB, Facts, Finding, Fit, examine, fits, gather, operations
 from kimi_jax.parallel.processes import launched
+from kimi_jax.tables import table_console
 from meshes.devices import use_cpu_if_no_gpu
 from meshes.environment import exports, settings
-from meshes.presets import PRESETS, preset
+from meshes.presets import PRESETS
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Options of doctor.py."""
 
-    mesh: str | None = None
-    """Also look at what a node of this machine needs (hgx-ib-N, nvl36, nvl72), and what to set there."""
-    dp: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Replicas with weights of their own; by default the preset's."""
-    ep: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Ranks that share the experts and split the batch; by default the preset's."""
-    tp: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Ranks that split heads and widths; by default the preset's."""
+    layout: LayoutOptions = ANY
     exports: bool = False
     """Print the lines that set a machine's XLA flags and variables in a shell, and nothing else; needs --mesh."""
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
 
 
 def main(options: Options) -> None:
     """Prints what was found."""
-    with errors_in_one_line(Console(stderr=True)):
-        machine = None
-        if options.mesh is not None:
-            machine = preset(options.mesh).with_options(dp=options.dp, ep=options.ep, tp=options.tp)
-        if options.exports:
-            if machine is None:
-                raise ValueError("--exports needs --mesh NAME: settings differ between machines")
-            print("\n".join(exports(machine)))
-            return
-        use_cpu_if_no_gpu()
-        facts = gather()
-        findings, presets = examine(facts, machine), fits(facts)
-        picks = operations(facts, machine or PRESETS["local"])
-        if options.json:
-            report = dataclasses.asdict(facts) | {
-                "findings": [dataclasses.asdict(finding) for finding in findings],
-                "presets": [dataclasses.asdict(fit) for fit in presets],
-                "operations": [dataclasses.asdict(pick) for pick in picks],
-                "settings": [dataclasses.asdict(setting) for setting in settings(machine)] if machine else [],
-            }
-            # Whatever else is in the environment is nobody's business.
-            kept = ("JAX_", "XLA_", "NCCL_", "CUDA_", "LD_LIBRARY_PATH", "SLURM_", "OMPI_COMM", "JOB_COMPLETION_INDEX")
-            report["environment"] = {name: v for name, v in facts.environment.items() if name.startswith(kept)}
-            print(json.dumps(report))
-        else:
-            out = table_console()
-            out.print(machine_table(facts), presets_table(presets), sep="\n\n")
+    machine = None if options.layout.mesh is None else options.layout.preset()
+    if options.exports:
+        if machine is None:
+            raise ValueError("--exports needs --mesh NAME: settings differ between machines")
+        print("\n".join(exports(machine)))
+        return
+    use_cpu_if_no_gpu()
+    facts = gather()
+    findings, presets = examine(facts, machine), fits(facts)
+    picks = operations(facts, machine or PRESETS["local"])
+    if options.json:
+        report = dataclasses.asdict(facts) | {
+            "findings": [dataclasses.asdict(finding) for finding in findings],
+            "presets": [dataclasses.asdict(fit) for fit in presets],
+            "operations": [dataclasses.asdict(pick) for pick in picks],
+            "settings": [dataclasses.asdict(setting) for setting in settings(machine)] if machine else [],
+        }
+        # Whatever else is in the environment is nobody's business.
+        kept = ("JAX_", "XLA_", "NCCL_", "CUDA_", "LD_LIBRARY_PATH", "SLURM_", "OMPI_COMM", "JOB_COMPLETION_INDEX")
+        report["environment"] = {name: v for name, v in facts.environment.items() if name.startswith(kept)}
+        print(json.dumps(report))
+    else:
+        out = table_console()
+        out.print(machine_table(facts), presets_table(presets), sep="\n\n")
+        out.print()
+        rows = [(pick.operation, pick.implementation, pick.reason) for pick in picks]
+        title = "a step of K2.6: one request, 17 rows, 8,192 cached tokens"
+        out.print(table_of(title, ("operation", "served by", "why"), rows))
+        if machine is not None:
+            rows = [(setting.name, setting.value, setting.reason) for setting in settings(machine)]
             out.print()
-            rows = [(pick.operation, pick.implementation, pick.reason) for pick in picks]
-            title = "a step of K2.6: one request, 17 rows, 8,192 cached tokens"
-            out.print(table_of(title, ("operation", "served by", "why"), rows))
-            if machine is not None:
-                rows = [(setting.name, setting.value, setting.reason) for setting in settings(machine)]
-                out.print()
-                out.print(table_of(f"settings for {machine.name} (--exports)", ("name", "value", "why"), rows))
-            out.print()
-            print_findings(out, findings)
+            out.print(table_of(f"settings for {machine.name} (--exports)", ("name", "value", "why"), rows))
+        out.print()
+        print_findings(out, findings)
     if any(finding.level == "fault" for finding in findings):
         sys.exit(1)
 
@@ -131,4 +120,4 @@ def print_findings(out: Console, findings: list[Finding]) -> None:
 
 def run(args: Sequence[str], prog: str | None = None) -> None:
     """Parses `args` and runs the command; `prog` is what its help calls it."""
-    main(tyro.cli(Options, prog=prog, args=args, description=__doc__, config=(tyro.conf.OmitArgPrefixes,)))
+    main(parse(Options, args, prog, __doc__))

@@ -1,10 +1,10 @@
 """Estimate how K2.6 runs on a cluster: step time, memory, throughput, and which layout to choose.
 
 Examples:
-  uv run scripts/estimate.py point --mesh nvl72 --concurrency 64 --budget 8
-  uv run scripts/estimate.py recommend --mesh hgx-ib-16 --concurrency 1
+  uv run scripts/estimate.py point --mesh nvl72 --batch 64 --budget 8
+  uv run scripts/estimate.py recommend --mesh hgx-ib-16 --batch 1
   uv run scripts/estimate.py recommend --mesh nvl72 --goal throughput --least-speed 40
-  uv run scripts/estimate.py smallest --least-speed 100 --concurrency 64
+  uv run scripts/estimate.py smallest --least-speed 100 --batch 64
   uv run scripts/estimate.py compare --gpus 8 16 36 72
   uv run scripts/estimate.py plot budget --output budget.png
   uv run scripts/estimate.py check --mesh nvl72 --gpu gb300
@@ -19,16 +19,29 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from kimi_jax.cli import errors_in_one_line, quiet_compiler, stages
+from kimi_jax.commands.options import (
+    NVL72,
+    Batch,
+    Batches,
+    Cache,
+    Gpu,
+    Json,
+    LayoutOptions,
+    OptionalFile,
+    Wide,
+    dispatch,
+    option,
+)
+from kimi_jax.commands.progress import quiet_compiler, stages
+from kimi_jax.commands.scenario import Load, Place
 from kimi_jax.estimator import pictures, report, search, step
 from kimi_jax.estimator.explain import explain
-from kimi_jax.estimator.options import Load, Place
 from kimi_jax.estimator.study import document, original
 from kimi_jax.estimator.study import tables as study_tables
 from kimi_jax.ledger.models import k26, kimi_drafter
 from kimi_jax.tables import show
 from kimi_jax.text_files import write_text
-from meshes import Preset, gpu, preset
+from meshes import gpu
 from meshes.devices import use_cpu_if_no_gpu
 
 
@@ -42,7 +55,7 @@ class PointOptions(Place):
 
 def run_point(options: PointOptions) -> None:
     """One layout under one load: time by part, bottleneck, memory, speed, each beside its physical limit."""
-    result = step.estimate(options.scenario(options.machine(), options.gpu, options.budget))
+    result = step.estimate(options.scenario(options.layout.preset(), options.gpu, options.budget))
     tables = [report.parts_table(result, options.wide), report.speed_table(result), report.memory_table(result)]
     _show(options.json, lambda: report.details(result), *report.answer(result), *tables)
 
@@ -53,7 +66,7 @@ class SweepOptions(Place):
 
     meshes: tuple[str, ...] = ()
     """Machines to go through instead of --mesh."""
-    concurrencies: tuple[int, ...] = (1, 8, 64, 512, 4096)
+    batches: Batches = (1, 8, 64, 512, 4096)
     """Requests in flight."""
     budgets: tuple[int, ...] = (0, 8, 32)
     """Draft nodes."""
@@ -66,12 +79,12 @@ class SweepOptions(Place):
 def run_sweep(options: SweepOptions) -> None:
     """Go over machines, concurrency, budget and context."""
     results = []
-    for name in options.meshes or (options.mesh,):
-        placed = preset(name).with_options(cache=options.cache)
-        machine = placed if options.best_layout else dataclasses.replace(options, mesh=name).machine()
+    for name in options.meshes or (options.layout.mesh,):
+        layout = LayoutOptions(name, cache=options.layout.cache) if options.best_layout else options.layout
+        machine = dataclasses.replace(layout, mesh=name).preset()
         for context in options.contexts:
-            for load in options.concurrencies:
-                at = dataclasses.replace(options, context=context, concurrency=load)
+            for load in options.batches:
+                at = dataclasses.replace(options, context=context, batch=load)
                 for budget in options.budgets:
                     s = at.scenario(machine, options.gpu, budget)
                     found = search.candidates(machine, s, (budget,), fixed=at.fixed()) if options.best_layout else []
@@ -85,7 +98,7 @@ class RecommendOptions(Place):
     """Options of `recommend`."""
 
     goal: search.Goal = "latency"
-    """latency: fastest for a user at --concurrency. throughput: most tokens/s for the system at any concurrency."""
+    """latency: fastest for a user at --batch. throughput: most tokens/s for the system at any concurrency."""
     least_speed: float = 0.0
     """Tokens/s that every user must get (for throughput)."""
     budgets: tuple[int, ...] = search.BUDGETS
@@ -96,7 +109,7 @@ class RecommendOptions(Place):
 
 def run_recommend(options: RecommendOptions) -> None:
     """The best layout for a goal, the runner-up and why. Axes and other layout options that are given stay fixed."""
-    machine = preset(options.mesh).with_options(cache=options.cache)
+    machine = LayoutOptions(options.layout.mesh, cache=options.layout.cache).preset()
     found = search.recommend(
         machine,
         options.scenario(machine, options.gpu),
@@ -117,15 +130,15 @@ class SmallestOptions(Load):
     """Options of `smallest`."""
 
     least_speed: float
-    """Tokens/s that every user must get, with --concurrency users at once."""
-    gpu: str | None = None
+    """Tokens/s that every user must get, with --batch users at once."""
+    gpu: Annotated[str | None, option("NAME")] = None
     """Only machines of this card; by default each card's smallest machine is found."""
     budgets: tuple[int, ...] = search.BUDGETS
     """Draft budgets to try; 0 is no draft."""
 
 
 def run_smallest(options: SmallestOptions) -> None:
-    """The smallest machine, of whole HGX nodes or racks, that gives every one of --concurrency users --least-speed."""
+    """The smallest machine, of whole HGX nodes or racks, that gives every one of --batch users --least-speed."""
     if options.gpu is not None:
         gpu(options.gpu)  # refuses an unknown name
     pairs = [(machine, options.scenario(machine, name)) for machine, name in search.machines(options.gpu)]
@@ -146,8 +159,9 @@ class CompareOptions(Load):
     """GPU of the HGX nodes."""
     nvl_gpu: str = "gb300"
     """GPU of the rack."""
-    concurrencies: tuple[int, ...] = (1, 8, 64, 512, 2048, 8192)
+    batches: Batches = (1, 8, 64, 512, 2048, 8192)
     """Requests in flight."""
+    cache: Cache = None
 
 
 def run_compare(options: CompareOptions) -> None:
@@ -161,7 +175,7 @@ def run_compare(options: CompareOptions) -> None:
             rows = search.compare(
                 (node, options.scenario(node, options.hgx_gpu)),
                 (rack, options.scenario(rack, options.nvl_gpu)),
-                options.concurrencies,
+                options.batches,
             )
             names = f"{hgx_size} × {options.hgx_gpu} HGX", f"{size} × {options.nvl_gpu} NVL"
             shown.append(report.comparison_table(rows, names, options.wide))
@@ -183,7 +197,7 @@ class ExplainOptions(PointOptions):
 
 def run_explain(options: ExplainOptions) -> None:
     """What a constant is, where it comes from, and how much the answer moves if it is 20 % off."""
-    s = step.estimate(options.scenario(options.machine(), options.gpu, options.budget)).scenario
+    s = step.estimate(options.scenario(options.layout.preset(), options.gpu, options.budget)).scenario
     effects = explain(s, options.constants)
     if not options.constants:
         effects = [e for e in effects if e.swing >= 0.001]
@@ -196,38 +210,17 @@ def run_explain(options: ExplainOptions) -> None:
 class CheckOptions:
     """Options of `check`."""
 
-    mesh: str = "nvl72"
-    """Machine: local, hgx-ib-N, nvl36 or nvl72."""
-    gpu: str | None = None
-    """h100, h200, b200, gb200, b300 or gb300; by default the machine's usual one."""
-    dp: int | None = None
-    """Replicas."""
-    ep: int | None = None
-    """Ranks that share the experts and split the batch."""
-    tp: int | None = None
-    """Ranks that split heads and widths."""
-    experts: Literal["slots", "width"] = "slots"
-    """Whole experts over ep and tp, or experts over ep and their width over tp."""
-    exchange: Literal["auto", "allgather", "alltoall", "ragged"] = "auto"
-    """How rows reach experts and come back. Buffers are counted as they travel, not as the estimate prices them."""
-    cache: Literal["copied", "split"] = "copied"
-    """Latent cache whole on every tp rank, or split over them by position: for long contexts."""
-    concurrency: int = 64
-    """Requests in flight in the whole system."""
+    layout: LayoutOptions = NVL72
+    gpu: Gpu = None
+    batch: Batch = 64
+    """Requests in flight in the whole machine."""
     context: int = 8192
     """Tokens in each request's cache."""
     budget: int = 16
     """Draft nodes of a request's tree; 0 decodes without a draft."""
     layers: int = 3
     """Compile and estimate the first N layers, one dense and the others with experts; 61 is the whole model."""
-    json: bool = False
-    """Print JSON instead of a table."""
-
-    def machine(self) -> Preset:
-        """The preset with the layout options applied."""
-        return preset(self.mesh).with_options(
-            dp=self.dp, ep=self.ep, tp=self.tp, experts=self.experts, exchange=self.exchange, cache=self.cache
-        )
+    json: Json = False
 
 
 def run_check(options: CheckOptions) -> None:
@@ -239,10 +232,10 @@ def run_check(options: CheckOptions) -> None:
     from kimi_jax.profiling.compile import compile_program
     from kimi_jax.profiling.report import make_report
 
-    machine = options.machine()
+    machine = options.layout.preset()
     config, drafter = with_layers(k26(), kimi_drafter(), options.layers)
     case = Case(
-        config, machine, options.gpu or machine.gpu_names[0], requests=options.concurrency, context=options.context,
+        config, machine, options.gpu or machine.gpu_names[0], requests=options.batch, context=options.context,
         budget=options.budget, drafter=drafter if options.budget else None,
     )  # fmt: skip
     with stages(Console(stderr=True, quiet=options.json)) as stage:
@@ -256,24 +249,14 @@ def run_check(options: CheckOptions) -> None:
         raise ValueError(f"ledger and compiler are more than {check.TOLERANCE:.0%} apart in: {parts}")
 
 
-def run_original(json: bool = False, wide: bool = False) -> None:
-    """The original analysis, figure by figure, reproduced and beside the corrected model.
-
-    Args:
-        json: Print JSON instead of a table.
-        wide: With errors and notes, for more than 80 columns of text.
-    """
+def run_original(json: Json = False, wide: Wide = False) -> None:
+    """The original analysis, figure by figure, reproduced and beside the corrected model."""
     figures = list(original.figures())
     _show(json, lambda: [dataclasses.asdict(f) for f in figures], study_tables.original_table(figures, wide))
 
 
-def run_validate(json: bool = False, wide: bool = False) -> None:
-    """Predicted against published speeds, calibration and held-out points apart.
-
-    Args:
-        json: Print JSON instead of a table.
-        wide: With roles and sources, for more than 80 columns of text.
-    """
+def run_validate(json: Json = False, wide: Wide = False) -> None:
+    """Predicted against published speeds, calibration and held-out points apart."""
     _show(json, study_tables.validation_data, study_tables.validation_table(wide))
 
 
@@ -286,7 +269,7 @@ class PlotOptions(Place):
     ]
     """pareto: users against GPUs. overhead-wall: one stream's step by part against GPUs. throughput: load, HGX and
     NVL72. budget: speed against draft nodes."""
-    output: Path | None = None
+    output: OptionalFile = None
     """PNG file (needs the extra `plots`); without it the picture is drawn in the terminal."""
     budget: int = 8
     """Draft nodes, for the overhead wall."""
@@ -294,7 +277,7 @@ class PlotOptions(Place):
 
 def run_plot(options: PlotOptions) -> None:
     """Draw a picture, as a PNG file or in the terminal."""
-    machine = options.machine()
+    machine = options.layout.preset()
     s = options.scenario(machine, options.gpu, options.budget)
     picture = {
         "pareto": lambda: pictures.pareto_picture(machine, s, search.CONCURRENCIES[::2]),
@@ -330,25 +313,21 @@ def _show(as_json: bool, data: Callable[[], Any], *renderables: Any) -> None:
         show(*renderables)
 
 
+COMMANDS = {
+    "point": run_point,
+    "sweep": run_sweep,
+    "recommend": run_recommend,
+    "smallest": run_smallest,
+    "compare": run_compare,
+    "explain": run_explain,
+    "check": run_check,
+    "original": run_original,
+    "validate": run_validate,
+    "plot": run_plot,
+    "docs": run_docs,
+}
+
+
 def run(args: Sequence[str], prog: str | None = None) -> None:
     """Parses `args` and runs the command; `prog` is what its help calls it."""
-    with errors_in_one_line(Console(stderr=True, soft_wrap=True)):
-        tyro.extras.subcommand_cli_from_dict(
-            {
-                "point": run_point,
-                "sweep": run_sweep,
-                "recommend": run_recommend,
-                "smallest": run_smallest,
-                "compare": run_compare,
-                "explain": run_explain,
-                "check": run_check,
-                "original": run_original,
-                "validate": run_validate,
-                "plot": run_plot,
-                "docs": run_docs,
-            },
-            prog=prog,
-            args=args,
-            description=__doc__,
-            config=(tyro.conf.OmitArgPrefixes,),
-        )
+    dispatch(COMMANDS, args, prog, __doc__)

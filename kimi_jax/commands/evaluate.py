@@ -3,7 +3,7 @@
 Examples:
   uv run scripts/evaluate.py tasks --prompts 20
   uv run scripts/evaluate.py perplexity --checkpoint DIR --mesh nvl72 --window 4096 --stride 2048 text.txt
-  uv run scripts/evaluate.py compare --other-mesh nvl72
+  uv run scripts/evaluate.py compare --other mesh=nvl72
   uv run scripts/evaluate.py logits --checkpoint DIR --input-ids ids.json --output logits.npz
   uv run scripts/evaluate.py reference --checkpoint DIR --mesh hgx-ib-8 reference.jsonl
 lm-eval's tasks are run by `python -m kimi_jax.evaluation.lm_eval` (docs/checkpoints.md).
@@ -14,39 +14,37 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kimi_jax.cli import (
-    BUNDLED_CHECKPOINT,
-    BUNDLED_DRAFTER,
-    Dtype,
+from kimi_jax.commands.options import (
+    Count,
+    DrafterOptions,
     EngineOptions,
-    Opened,
-    errors_in_one_line,
-    open_engine,
-    table_console,
+    Files,
+    Json,
+    OptionalFile,
+    OptionalFolder,
+    changed,
+    dispatch,
+    option,
 )
+from kimi_jax.commands.progress import bar_on, open_engine
+from kimi_jax.opening import Opened
 from kimi_jax.parallel import processes
 from kimi_jax.provenance import fingerprint, provenance
 from kimi_jax.standard_output import OutputConsole
+from kimi_jax.tables import table_console
 from kimi_jax.text_files import require_writable, whole_file, write_text
 from meshes.devices import simulate, use_cpu_if_no_gpu
 
 if TYPE_CHECKING:
     from kimi_jax.decoding.engine import Engine
     from kimi_jax.evaluation.tasks import FamilyScore
-
-
-def bar_on(console: Console) -> Progress:
-    """A bar that counts and says how long it will take."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,23 +60,22 @@ class LogitsOptions(EngineOptions):
 def run_logits(options: LogitsOptions) -> None:
     """Write the float32 logits of given token ids, to compare with a reference."""
     status = Console(stderr=True, soft_wrap=True)
-    with errors_in_one_line(status):
-        if options.output.suffix != ".npz":
-            raise ValueError(f"{options.output}: the output is an NPZ file, so its name must end in .npz")
-        require_writable(options.output)
-        opened = open_engine(options, status)
+    if options.output.suffix != ".npz":
+        raise ValueError(f"{options.output}: the output is an NPZ file, so its name must end in .npz")
+    require_writable(options.output)
+    opened = open_engine(options, status)
 
-        from kimi_jax.evaluation.logits import logits, read_ids
+    from kimi_jax.evaluation.logits import logits, read_ids
 
-        sequences = read_ids(options.input_ids, opened.engine.config.vocab_size)
-        with bar_on(status) as bar:
-            task = bar.add_task("tokens", total=len(sequences[0]))
-            values = logits(opened.engine, sequences, lambda done, total: bar.update(task, completed=done))
-        if processes.this().prints:
-            with whole_file(options.output) as stream:
-                np.savez(stream, logits=values)
-        shape = " × ".join(map(str, values.shape))
-        status.print(f"{options.output}: logits {shape} float32 ({opened.where})", style="dim", highlight=False)
+    sequences = read_ids(options.input_ids, opened.engine.config.vocab_size)
+    with bar_on(status) as bar:
+        task = bar.add_task("tokens", total=len(sequences[0]))
+        values = logits(opened.engine, sequences, lambda done, total: bar.update(task, completed=done))
+    if processes.this().prints:
+        with whole_file(options.output) as stream:
+            np.savez(stream, logits=values)
+    shape = " × ".join(map(str, values.shape))
+    status.print(f"{options.output}: logits {shape} float32 ({opened.where})", style="dim", highlight=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,103 +84,95 @@ class ReferenceOptions(EngineOptions):
 
     file: Annotated[Path, tyro.conf.Positional]
     """JSON Lines file: objects with prompt_token_ids and prompt_logprobs, as vLLM gives them (docs/checkpoints.md)."""
-    json: bool = False
-    """Print one JSON object instead of lines."""
+    json: Json = False
 
 
 def run_reference(options: ReferenceOptions) -> None:
     """Hold the checkpoint's log-probabilities against those that another engine gave for the same ids."""
     status, out = Console(stderr=True, soft_wrap=True), OutputConsole(soft_wrap=True, highlight=False)
-    with errors_in_one_line(status):
-        if not options.file.is_file():
-            raise FileNotFoundError(f"{options.file}: no such file")
-        opened = open_engine(options, status)
+    if not options.file.is_file():
+        raise FileNotFoundError(f"{options.file}: no such file")
+    opened = open_engine(options, status)
 
-        from kimi_jax.evaluation.reference import agreement, read_references
+    from kimi_jax.evaluation.reference import agreement, read_references
 
-        references = read_references(options.file, opened.engine.config.vocab_size)
-        with bar_on(status) as bar:
-            task = bar.add_task("tokens", total=sum(len(reference.ids) for reference in references))
-            result = agreement(opened.engine, references, lambda done: bar.advance(task, done))
-        if not processes.this().prints:
-            return
-        if options.json:
-            print(
-                json.dumps({"run": provenance(opened), **dataclasses.asdict(result)})
-            )
-            return
-        row, place, token = result.largest_at
-        out.print(f"{result.values:,} log-probabilities at {result.places:,} places of {len(references)} rows")
-        out.print(f"mean difference {result.mean_difference:.3g}, largest {result.largest_difference:.3g}", end="")
-        out.print(f" (row {row}, place {place}, token {token})")
-        if result.same_top_token is not None:
-            out.print(f"same top token {result.same_top_token:.2%}")
-        out.print(f"perplexity {result.perplexity:.6g}, the reference's {result.reference_perplexity:.6g}")
+    references = read_references(options.file, opened.engine.config.vocab_size)
+    with bar_on(status) as bar:
+        task = bar.add_task("tokens", total=sum(len(reference.ids) for reference in references))
+        result = agreement(opened.engine, references, lambda done: bar.advance(task, done))
+    if not processes.this().prints:
+        return
+    if options.json:
+        print(json.dumps({"run": provenance(opened), **dataclasses.asdict(result)}))
+        return
+    row, place, token = result.largest_at
+    out.print(f"{result.values:,} log-probabilities at {result.places:,} places of {len(references)} rows")
+    out.print(f"mean difference {result.mean_difference:.3g}, largest {result.largest_difference:.3g}", end="")
+    out.print(f" (row {row}, place {place}, token {token})")
+    if result.same_top_token is not None:
+        out.print(f"same top token {result.same_top_token:.2%}")
+    out.print(f"perplexity {result.perplexity:.6g}, the reference's {result.reference_perplexity:.6g}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PerplexityOptions(EngineOptions):
     """Options of `perplexity`."""
 
-    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE ...")]
+    files: Files
     """UTF-8 text files, each a text of its own."""
     window: int = 1024
     """Tokens that predict together: context and prediction of one run of the model."""
-    stride: int | None = None
+    stride: Count = None
     """Tokens that each window after the first predicts; by default half a window, so that all but the first see half a
     window of context or more."""
     batch: int = 8
     """Windows run together, spread over dp and ep."""
     bos: bool = False
     """Begin every text with [BOS], so that its first token is predicted too."""
-    journal: Path | None = None
+    journal: OptionalFile = None
     """File that keeps finished windows; the same command goes on where it was stopped."""
-    json: bool = False
-    """Print one JSON object instead of a table."""
+    json: Json = False
 
 
 def run_perplexity(options: PerplexityOptions) -> None:
     """How well the checkpoint predicts texts: perplexity and bits a byte, every token weighted equally."""
     status = Console(stderr=True, soft_wrap=True)
-    with errors_in_one_line(status):
-        if options.journal is not None:
-            require_writable(options.journal)
-        opened = open_engine(options, status)
+    if options.journal is not None:
+        require_writable(options.journal)
+    opened = open_engine(options, status)
 
-        from kimi_jax.evaluation.perplexity import perplexity, read_documents, together
+    from kimi_jax.evaluation.perplexity import perplexity, read_documents, together
 
-        documents = read_documents(opened.engine, options.files, bos=options.bos)
-        stride = options.stride or max(1, options.window // 2)
-        with bar_on(status) as bar:
-            task = bar.add_task("windows", total=None)
-            results = perplexity(
-                opened.engine, documents, window=options.window, stride=stride, batch=options.batch,
-                journal=options.journal, checkpoint=fingerprint(opened.folder),
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
-            )  # fmt: skip
-        total = together(results)
-        if options.json:
-            run = {"run": provenance(opened), "window": options.window, "stride": stride}
-            print(json.dumps({**run, "texts": [result.as_dict() for result in results], "all": total.as_dict()}))
-            return
-        table = Table(title=f"windows of {options.window} tokens, stride {stride}; {opened.where}")
-        for name in ("text", "tokens", "perplexity", "nats a token", "bits a byte"):
-            table.add_column(name, justify="left" if name == "text" else "right")
-        for result in [*results, *([total] if len(results) > 1 else [])]:
-            nats = result.nats / result.tokens
-            table.add_row(
-                result.name, f"{result.tokens:,}", f"{result.perplexity:,.4g}", f"{nats:.4f}",
-                f"{result.bits_per_byte:.4f}",
-            )  # fmt: skip
-        table_console().print(table)
+    documents = read_documents(opened.engine, options.files, bos=options.bos)
+    stride = options.stride or max(1, options.window // 2)
+    with bar_on(status) as bar:
+        task = bar.add_task("windows", total=None)
+        results = perplexity(
+            opened.engine, documents, window=options.window, stride=stride, batch=options.batch,
+            journal=options.journal, checkpoint=fingerprint(opened.folder),
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )  # fmt: skip
+    total = together(results)
+    if options.json:
+        run = {"run": provenance(opened), "window": options.window, "stride": stride}
+        print(json.dumps({**run, "texts": [result.as_dict() for result in results], "all": total.as_dict()}))
+        return
+    table = Table(title=f"windows of {options.window} tokens, stride {stride}; {opened.where}")
+    for name in ("text", "tokens", "perplexity", "nats a token", "bits a byte"):
+        table.add_column(name, justify="left" if name == "text" else "right")
+    for result in [*results, *([total] if len(results) > 1 else [])]:
+        nats = result.nats / result.tokens
+        table.add_row(
+            result.name, f"{result.tokens:,}", f"{result.perplexity:,.4g}", f"{nats:.4f}",
+            f"{result.bits_per_byte:.4f}",
+        )  # fmt: skip
+    table_console().print(table)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TasksOptions(EngineOptions):
+class TasksOptions(DrafterOptions):
     """Options of `tasks`."""
 
-    drafter: Path | None = None
-    """Directory of a DFlash drafter made for the checkpoint; the bundled checkpoint has a bundled one."""
     budgets: tuple[int, ...] = (16,)
     """Draft tree nodes verified a round; each is one more way to decode, beside plain decoding."""
     families: tuple[str, ...] = ()
@@ -192,41 +181,39 @@ class TasksOptions(EngineOptions):
     """Held-out prompts of each family."""
     batch: int = 8
     """Prompts decoded together."""
-    log_samples: Path | None = None
+    log_samples: OptionalFile = None
     """JSONL file to write: every prompt with its reference and the text and token ids of each way to decode."""
-    json: bool = False
-    """Print one JSON object instead of a table."""
+    json: Json = False
 
 
 def run_tasks(options: TasksOptions) -> None:
     """Exact match on the bundled model's task families, greedy, with and without speculation in one run."""
     status = Console(stderr=True, soft_wrap=True)
-    with errors_in_one_line(status):
-        if options.log_samples is not None:
-            require_writable(options.log_samples)
-        drafter = options.drafter or (BUNDLED_DRAFTER if options.checkpoint == BUNDLED_CHECKPOINT else None)
-        opened = open_engine(options, status, drafter)
+    if options.log_samples is not None:
+        require_writable(options.log_samples)
+    drafter = options.known_drafter(status)
+    opened = open_engine(options, status, drafter)
 
-        from kimi_jax.decoding.engine import PLAIN, Draft
-        from kimi_jax.evaluation.tasks import samples, score
-        from kimi_jax.training.tasks import FAMILIES
+    from kimi_jax.decoding.engine import PLAIN, Draft
+    from kimi_jax.evaluation.tasks import samples, score
+    from kimi_jax.training.tasks import FAMILIES
 
-        families = options.families or tuple(FAMILIES)
-        trees = [Draft("ddtree", budget) for budget in options.budgets] if drafter else []
-        with bar_on(status) as bar:
-            task = bar.add_task("prompts", total=len(families) * options.prompts * (1 + len(trees)))
-            plain, *drafted = score(
-                opened.engine, options.prompts, [PLAIN, *trees], families, batch=options.batch,
-                progress=lambda count: bar.advance(task, count),
-            )  # fmt: skip
-        trees_scores = dict(zip(options.budgets, drafted, strict=False))
-        if options.log_samples is not None and processes.this().prints:
-            lines = [{"run": provenance(opened)}, *samples(opened.engine, ways_of(plain, trees_scores))]
-            write_text(options.log_samples, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-        if options.json:
-            print(json.dumps({"run": provenance(opened), **tasks_as_dict(plain, trees_scores)}))
-        else:
-            print_tasks(plain, trees_scores, opened, options.batch)
+    families = options.families or tuple(FAMILIES)
+    trees = [Draft("ddtree", budget) for budget in options.budgets] if drafter else []
+    with bar_on(status) as bar:
+        task = bar.add_task("prompts", total=len(families) * options.prompts * (1 + len(trees)))
+        plain, *drafted = score(
+            opened.engine, options.prompts, [PLAIN, *trees], families, batch=options.batch,
+            progress=lambda count: bar.advance(task, count),
+        )  # fmt: skip
+    trees_scores = dict(zip(options.budgets, drafted, strict=False))
+    if options.log_samples is not None and processes.this().prints:
+        lines = [{"run": provenance(opened)}, *samples(opened.engine, ways_of(plain, trees_scores))]
+        write_text(options.log_samples, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    if options.json:
+        print(json.dumps({"run": provenance(opened), **tasks_as_dict(plain, trees_scores)}))
+    else:
+        print_tasks(plain, trees_scores, opened, options.batch)
 
 
 def ways_of(
@@ -284,110 +271,83 @@ def rate(tokens_per_second: float | None) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompareOptions(EngineOptions):
-    """Options of `compare`. What is not said of the other is as for the first."""
+    """Options of `compare`."""
 
-    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE ...")] = ()
+    files: Files = ()
     """UTF-8 text files to run; by default one chat of each of the bundled model's task families."""
-    other_checkpoint: Path | None = None
-    """Checkpoint of the other."""
-    other_mesh: str | None = None
-    """Its machine."""
-    other_dp: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Its replicas; by default its preset's where --other-mesh is given."""
-    other_ep: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Its expert ranks."""
-    other_tp: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Its tensor ranks."""
-    other_dtype: Dtype | None = None
-    """Its type of activations and dense weights."""
-    other_experts: Literal["slots", "width"] | None = None
-    """How its experts are split."""
-    other_exchange: Literal["auto", "allgather", "alltoall", "ragged"] | None = None
-    """How its rows reach experts."""
-    other_cache: Literal["copied", "split"] | None = None
-    """How its latent cache lies."""
-    other_placement: Path | None = None
-    """Its experts' placement."""
+    other: Annotated[tuple[str, ...], option("NAME=VALUE ...")] = ()
+    """What is different for the other, as options without their dashes: mesh=nvl72 tp=4, dtype=bfloat16,
+    checkpoint=DIR. Where the mesh differs, axes that are not said are its preset's."""
     tokens: int = 512
     """Tokens of each text at most."""
     batch: int = 8
     """Texts run together, spread over dp and ep."""
     tolerance: float = 1e-4
     """Relative difference of a layer's output beyond which it counts as different."""
-    scratch: Path | None = None
+    scratch: OptionalFolder = None
     """Folder for the first one's logits and layers, removed at the end; by default the system's temporary one."""
-    json: bool = False
-    """Print one JSON object instead of tables."""
-
-    def other(self) -> "CompareOptions":
-        """The options of the other."""
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        changes = {name.removeprefix("other_"): value for name, value in given.items()
-                   if name.startswith("other_") and value is not None}  # fmt: skip
-        preset = {} if self.other_mesh is None else {"dp": None, "ep": None, "tp": None}
-        return dataclasses.replace(self, **preset | changes)
+    json: Json = False
 
 
 def run_compare(options: CompareOptions) -> None:
     """Two checkpoints, or one under two settings: KL, top-1 agreement, logits, and the first layer that differs."""
     status = Console(stderr=True, soft_wrap=True)
-    with errors_in_one_line(status):
-        other = options.other()
-        if other == options:
-            raise ValueError("the two are the same: say with an --other- option what differs")
-        sizes = {each.preset().layout.num_devices for each in (options, other)}
-        if len(sizes) > 1 and not use_cpu_if_no_gpu():  # before either starts the devices
-            simulate(max(sizes))
-        with tempfile.TemporaryDirectory(dir=options.scratch, prefix="kimi_jax_compare_") as scratch:
-            opened = open_engine(options, status)
+    other = changed(options, options.other)
+    if other == changed(options, ()):
+        raise ValueError("the two are the same: say with --other NAME=VALUE what differs")
+    sizes = {each.layout.preset().layout.num_devices for each in (options, other)}
+    if len(sizes) > 1 and not use_cpu_if_no_gpu():  # before either starts the devices
+        simulate(max(sizes))
+    with tempfile.TemporaryDirectory(dir=options.scratch, prefix="kimi_jax_compare_") as scratch:
+        opened = open_engine(options, status)
 
-            from kimi_jax.evaluation.compare import compare, record
+        from kimi_jax.evaluation.compare import compare, record
 
-            sequences = texts_of(options, opened.engine)
-            count = sum(map(len, sequences))
-            with bar_on(status) as bar:
-                task = bar.add_task("first", total=count)
-                recording = record(
-                    opened.engine, sequences, Path(scratch), batch=options.batch,
-                    progress=lambda done: bar.advance(task, done),
-                )  # fmt: skip
-            first_run = provenance(opened)
-            del opened  # its weights go before the other's come
-            second = open_engine(other, status)
-            with bar_on(status) as bar:
-                task = bar.add_task("second", total=count)
-                result = compare(
-                    second.engine, recording, tolerance=options.tolerance, batch=options.batch,
-                    progress=lambda done: bar.advance(task, done),
-                )  # fmt: skip
-        if options.json:
-            print(json.dumps({"first": first_run, "second": provenance(second), **result.as_dict()}))
-            return
-        table = Table("", "first", "second", box=None, show_header=True, header_style="dim")
-        table.add_row("checkpoint", str(options.checkpoint), str(other.checkpoint))
-        table.add_row("ran", first_run["ran"], second.where)
-        out = table_console()
-        out.print(table)
-        figures = Table(title=f"{result.tokens} tokens of {len(sequences)} texts")
-        for name in ("KL mean", "KL largest", "same top token", "largest logit difference"):
-            figures.add_column(name, justify="right")
-        figures.add_row(
-            f"{result.kl_mean:.3g}", f"{result.kl_largest:.3g}", f"{result.top1_agreement:.2%}",
-            f"{result.largest_logit_difference:.3g}",
-        )  # fmt: skip
-        out.print(figures)
-        layers = Table(title="output of each layer: ‖second - first‖ / ‖first‖ of a token")
-        for name in ("layer", "mean", "largest", "text", "token"):
-            layers.add_column(name, justify="right")
-        for number, layer in enumerate(result.layers):
-            place = (str(layer.sequence + 1), str(layer.position)) if layer.largest else ("", "")
-            style = "bold red" if number == result.first_layer else ""
-            layers.add_row(str(number), f"{layer.mean:.3g}", f"{layer.largest:.3g}", *place, style=style)
-        out.print(layers)
-        if result.first_layer is None:
-            out.print(f"no layer differs by more than {options.tolerance:g}")
-        else:
-            out.print(f"layer {result.first_layer} is the first that differs by more than {options.tolerance:g}")
+        sequences = texts_of(options, opened.engine)
+        count = sum(map(len, sequences))
+        with bar_on(status) as bar:
+            task = bar.add_task("first", total=count)
+            recording = record(
+                opened.engine, sequences, Path(scratch), batch=options.batch,
+                progress=lambda done: bar.advance(task, done),
+            )  # fmt: skip
+        first_run = provenance(opened)
+        del opened  # its weights go before the other's come
+        second = open_engine(other, status)
+        with bar_on(status) as bar:
+            task = bar.add_task("second", total=count)
+            result = compare(
+                second.engine, recording, tolerance=options.tolerance, batch=options.batch,
+                progress=lambda done: bar.advance(task, done),
+            )  # fmt: skip
+    if options.json:
+        print(json.dumps({"first": first_run, "second": provenance(second), **result.as_dict()}))
+        return
+    table = Table("", "first", "second", box=None, show_header=True, header_style="dim")
+    table.add_row("checkpoint", str(options.checkpoint), str(other.checkpoint))
+    table.add_row("ran", first_run["ran"], second.where)
+    out = table_console()
+    out.print(table)
+    figures = Table(title=f"{result.tokens} tokens of {len(sequences)} texts")
+    for name in ("KL mean", "KL largest", "same top token", "largest logit difference"):
+        figures.add_column(name, justify="right")
+    figures.add_row(
+        f"{result.kl_mean:.3g}", f"{result.kl_largest:.3g}", f"{result.top1_agreement:.2%}",
+        f"{result.largest_logit_difference:.3g}",
+    )  # fmt: skip
+    out.print(figures)
+    layers = Table(title="output of each layer: ‖second - first‖ / ‖first‖ of a token")
+    for name in ("layer", "mean", "largest", "text", "token"):
+        layers.add_column(name, justify="right")
+    for number, layer in enumerate(result.layers):
+        place = (str(layer.sequence + 1), str(layer.position)) if layer.largest else ("", "")
+        style = "bold red" if number == result.first_layer else ""
+        layers.add_row(str(number), f"{layer.mean:.3g}", f"{layer.largest:.3g}", *place, style=style)
+    out.print(layers)
+    if result.first_layer is None:
+        out.print(f"no layer differs by more than {options.tolerance:g}")
+    else:
+        out.print(f"layer {result.first_layer} is the first that differs by more than {options.tolerance:g}")
 
 
 def texts_of(options: CompareOptions, engine: "Engine") -> list[list[int]]:
@@ -407,16 +367,11 @@ def texts_of(options: CompareOptions, engine: "Engine") -> list[list[int]]:
 
 def run(args: Sequence[str], prog: str | None = None) -> None:
     """Parses `args` and runs the command; `prog` is what its help calls it."""
-    tyro.extras.subcommand_cli_from_dict(
-        {
-            "logits": run_logits,
-            "reference": run_reference,
-            "perplexity": run_perplexity,
-            "tasks": run_tasks,
-            "compare": run_compare,
-        },
-        prog=prog,
-        args=args,
-        description=__doc__,
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
+    commands = {
+        "logits": run_logits,
+        "reference": run_reference,
+        "perplexity": run_perplexity,
+        "tasks": run_tasks,
+        "compare": run_compare,
+    }
+    dispatch(commands, args, prog, __doc__)

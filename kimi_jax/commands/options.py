@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 import tyro
 from rich.console import Console
@@ -49,8 +49,17 @@ DrafterConfigFile = Annotated[
     Path | None, option("PATH", "Folder or config.json of another DFlash drafter than the public Kimi drafter.")
 ]
 Gpu = Annotated[str | None, option("NAME", f"Card: {', '.join(GPUS)}; by default the machine's usual one.")]
+Dp = Annotated[int | None, option("N", "Replicas with weights of their own.")]
+Ep = Annotated[int | None, option("N", "Ranks that share the experts and split the batch.")]
+Tp = Annotated[int | None, option("N", "Ranks that split heads and widths.")]
+Cache = Annotated[
+    CacheSplit | None,
+    option("{copied,split}", "copied: the latent cache whole on every tp rank. split: over them by position, for long "
+           "contexts."),
+]  # fmt: skip
 Batch = Annotated[int, tyro.conf.arg(metavar="N", aliases=["--concurrency"])]
 """Requests together in the whole machine."""
+Batches = Annotated[tuple[int, ...], tyro.conf.arg(metavar="N ...", aliases=["--concurrencies"])]
 Json = Annotated[bool, tyro.conf.arg(help="Print one JSON object instead of text and tables.")]
 Wide = Annotated[bool, tyro.conf.arg(help="Tables with all their columns, for more than 80 columns of text.")]
 NoCache = Annotated[
@@ -68,20 +77,16 @@ class LayoutOptions:
         option("NAME", "Machine: local (up to 8 GPUs of one node), hgx-ib-N (N GPUs in nodes of 8; hgx-ib is 16), "
                "nvl36 or nvl72; simulated without GPUs."),
     ] = "local"  # fmt: skip
-    dp: Count = None
-    """Replicas with weights of their own."""
-    ep: Count = None
-    """Ranks that share the experts and split the batch."""
-    tp: Count = None
-    """Ranks that split heads and widths."""
+    dp: Dp = None
+    ep: Ep = None
+    tp: Tp = None
     experts: Annotated[ExpertSplit | None, option("{slots,width}")] = None
     """slots: whole experts over ep and tp. width: experts over ep, and each one's width over tp."""
     exchange: Annotated[str | None, option("NAME")] = None
     """How rows reach experts on other ep ranks: allgather, alltoall, ragged, or auto, which takes the buffers of
     alltoall where they halve what travels, by the rows of a step. ragged is for GPUs, and has known problems
     (docs/parallel.md)."""
-    cache: Annotated[CacheSplit | None, option("{copied,split}")] = None
-    """copied: the latent cache whole on every tp rank. split: over them by position, for long contexts."""
+    cache: Cache = None
 
     def preset(self, default: str = "local") -> Preset:
         """The machine, by default the one named, with the options applied. Raises LayoutError naming what works."""
@@ -94,12 +99,16 @@ class LayoutOptions:
         )
 
 
+LOCAL, NVL72, ANY = LayoutOptions(), LayoutOptions("nvl72"), LayoutOptions(None)
+"""Where a command runs by default; with `ANY` the command decides where no machine is named."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
     """A checkpoint on a machine."""
 
     checkpoint: Checkpoint = BUNDLED_CHECKPOINT
-    layout: LayoutOptions = LayoutOptions()
+    layout: LayoutOptions = LOCAL
     dtype: Dtype = "auto"
     """Type of activations and dense weights; auto is bfloat16 on GPUs and float32 on simulated meshes."""
 
@@ -160,7 +169,7 @@ class SpeculationOptions(DrafterOptions):
         found = drafter_of(self.checkpoint, self.drafter)
         if found is None:
             raise ValueError(
-                f"--speculation {self.speculation} needs --drafter DIR: the folder of a drafter made for this checkpoint"
+                f"--speculation {self.speculation} needs --drafter DIR: a drafter made for {self.checkpoint}"
             )
         return found
 
@@ -186,3 +195,42 @@ def dispatch(
 ) -> None:
     """Runs the subcommand that `args` begins with; each takes its options."""
     tyro.extras.subcommand_cli_from_dict(dict(commands), prog=prog, args=args, description=description, config=CONFIG)
+
+
+def changed(options: EngineOptions, values: Sequence[str]) -> EngineOptions:
+    """Where a checkpoint runs, with some options said anew as NAME=VALUE; another mesh brings its own axes.
+
+    What is no option, or does not fit one, ends the program as on the command line.
+
+    Raises:
+      ValueError: a value without its name.
+    """
+    own = EngineOptions(**{field.name: getattr(options, field.name) for field in dataclasses.fields(EngineOptions)})
+    pairs = [value.partition("=") for value in values]
+    if wrong := [name for name, equals, _ in pairs if not equals]:
+        raise ValueError(f"{wrong[0]}: expected NAME=VALUE, such as mesh=nvl72")
+    if "mesh" in [name for name, *_ in pairs]:
+        own = dataclasses.replace(own, layout=dataclasses.replace(own.layout, dp=None, ep=None, tp=None))
+    args = [part for name, _, value in pairs for part in (f"--{name}", value)]
+    return tyro.cli(EngineOptions, args=args, default=own, config=CONFIG, prog="--other")
+
+
+def flat(form: type) -> dict[str, Any]:
+    """The types of a form's options by name, those of nested groups included."""
+    found: dict[str, Any] = {}
+    for name, hint in get_type_hints(form).items():
+        found |= flat(hint) if dataclasses.is_dataclass(hint) else {name: hint}
+    return found
+
+
+def of_values[T](form: type[T], values: Mapping[str, Any]) -> T:
+    """A form from values by name, those of nested groups included; what is not given has its default."""
+    given: dict[str, Any] = {}
+    for name, hint in get_type_hints(form).items():
+        if dataclasses.is_dataclass(hint):
+            group = {own: values[own] for own in flat(hint) if own in values}
+            given |= {name: of_values(hint, group)} if group else {}
+        elif name in values:
+            is_path = isinstance(values[name], str) and (hint is Path or Path in get_args(hint))
+            given[name] = Path(values[name]) if is_path else values[name]
+    return form(**given)

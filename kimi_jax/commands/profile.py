@@ -18,24 +18,28 @@ import tyro
 from rich.console import Console
 
 from kimi_jax import compilation_cache, tables
-from kimi_jax.cli import (
-    BUNDLED_CHECKPOINT,
-    BUNDLED_DRAFTER,
-    EngineOptions,
+from kimi_jax.commands.options import (
+    ANY,
+    Count,
+    DrafterOptions,
+    Json,
+    LayoutOptions,
     NoCache,
-    errors_in_one_line,
-    open_engine,
-    quiet_compiler,
-    stages,
+    OptionalFile,
+    OptionalFolder,
+    Wide,
+    option,
 )
+from kimi_jax.commands.progress import open_engine, quiet_compiler, stages
 from kimi_jax.config import ModelConfig
 from kimi_jax.drafter.config import DrafterConfig
 from kimi_jax.ledger.models import k26, kimi_drafter
+from kimi_jax.opening import BUNDLED_CHECKPOINT
 from kimi_jax.parallel.processes import ProcessOptions
 from kimi_jax.text_files import require_folder, require_writable
 from meshes.devices import use_cpu_if_no_gpu
+from meshes.hardware import GPUS
 from meshes.hardware import gpu as lookup
-from meshes.presets import Preset, preset
 
 if TYPE_CHECKING:
     from kimi_jax.profiling.live import Live
@@ -46,28 +50,16 @@ if TYPE_CHECKING:
 class Options:
     """Options of profile.py."""
 
-    mesh: str | None = None
-    """Machine: local, hgx-ib-N (N GPUs in nodes of 8; hgx-ib is 16), nvl36 or nvl72. By default nvl72 with --gpu, else
-    local."""
-    gpu: str | None = None
-    """Compile for absent GPUs: h100, h200, b200, gb200, b300 or gb300. Without it rounds are run and timed on this
-    machine's devices, simulated on the CPU where there are no GPUs."""
-    dp: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Replicas with weights of their own; by default the preset's."""
-    ep: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Ranks that share the experts and split the batch; by default the preset's."""
-    tp: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Ranks that split heads and widths; by default the preset's."""
-    experts: Literal["slots", "width"] = "slots"
-    """Whole experts on ep × tp, or each one's width on tp."""
-    exchange: Literal["auto", "allgather", "alltoall", "ragged"] = "auto"
-    """How rows reach experts on other ep ranks; auto takes buffers (alltoall) where they halve what travels, by the
-    rows of a step. They are counted as where they hold all rows, without the exact path of a step that overflows."""
-    cache: Literal["copied", "split"] = "copied"
-    """Latent cache whole on every tp rank, or split over them by position."""
-    batch: int | None = None
+    layout: LayoutOptions = ANY
+    gpu: Annotated[
+        str | None,
+        option("NAME", f"Compile for absent GPUs ({', '.join(GPUS)}), on nvl72 unless --mesh says otherwise; a step's "
+               "buffers are counted without the exact path of a step that overflows. Without it rounds are run and "
+               "timed on this machine's devices, simulated on the CPU where there are no GPUs."),
+    ] = None  # fmt: skip
+    batch: Annotated[int | None, option("N", aliases=["--concurrency"])] = None
     """Requests in the whole machine; by default 64 with --gpu, else 4."""
-    context: int | None = None
+    context: Count = None
     """Cached tokens of each request; by default 8192 with --gpu, else 128."""
     budget: int = 16
     """Draft tree nodes verified each round; 0 decodes without a drafter."""
@@ -75,67 +67,58 @@ class Options:
     """With --gpu: one round, the loop of rounds that decode.py dispatches, or one prefill chunk."""
     prefill_chunk: int = 512
     """Rows of each request in a prefill step."""
-    layers: int | None = None
+    layers: Count = None
     """With --gpu: only the first N layers, for a quick look; all 61 take minutes."""
     rounds: int = 20
     """Without --gpu: rounds to time."""
-    checkpoint: Path | None = None
+    checkpoint: OptionalFolder = None
     """With --gpu: folder or config.json of another model of the family than K2.6. Without: the checkpoint to run, by
     default the bundled one."""
-    drafter: Path | None = None
-    """Folder or config.json of another DFlash drafter than the public Kimi drafter, or the bundled one."""
-    xla_dump: Path | None = None
+    drafter: OptionalFolder = None
+    """With --gpu: folder or config.json of another DFlash drafter than the public Kimi drafter. Without: a drafter made
+    for the checkpoint; without one rounds are plain, but for the bundled checkpoint, which has one."""
+    xla_dump: OptionalFolder = None
     """Directory for XLA's dump: HLO before and after optimisation, buffer assignment, and an index of the files."""
-    trace: Path | None = None
+    trace: OptionalFolder = None
     """Without --gpu: directory that keeps the profiler trace of the rounds, for xprof."""
     registers: bool = False
     """With --gpu: each Pallas kernel's registers, spills and shared memory."""
-    html: Path | None = None
+    html: OptionalFile = None
     """Also write the report with plots as an HTML file."""
-    wide: bool = False
-    """Tables with all their columns, for more than 80 columns of text."""
-    json: bool = False
-    """Print one JSON object instead of tables."""
+    wide: Wide = False
+    json: Json = False
     no_cache: NoCache = False
     processes: ProcessOptions = dataclasses.field(default_factory=ProcessOptions)
-
-    def preset(self) -> Preset:
-        """The machine with the layout options applied."""
-        name = self.mesh or ("nvl72" if self.gpu else "local")
-        return preset(name).with_options(
-            dp=self.dp, ep=self.ep, tp=self.tp, experts=self.experts, exchange=self.exchange, cache=self.cache
-        )
 
 
 def main(options: Options) -> None:
     """Compiles or runs one program and reports on it."""
     status = Console(stderr=True, quiet=options.json)
-    with errors_in_one_line(Console(stderr=True)):
-        for folder in filter(None, (options.xla_dump, options.trace)):
-            require_folder(folder)
-        if options.html is not None:
-            require_writable(options.html)
-        if options.gpu is None:
-            report, live = measure(options, status)
-        else:
-            report, live = compile_absent(options, options.gpu, status), None
+    for folder in filter(None, (options.xla_dump, options.trace)):
+        require_folder(folder)
+    if options.html is not None:
+        require_writable(options.html)
+    if options.gpu is None:
+        report, live = measure(options, status)
+    else:
+        report, live = compile_absent(options, options.gpu, status), None
 
-        from kimi_jax.parallel import processes
-        from kimi_jax.profiling.tables import show, write_page
+    from kimi_jax.parallel import processes
+    from kimi_jax.profiling.tables import show, write_page
 
-        if options.html is not None and processes.this().prints:
-            write_page(report, options.html, live)
-        if options.json:
-            print(json.dumps(report.as_dict() | ({} if live is None else live.as_dict())))
-            return
-        tables.show(*show(report, live, options.wide))
+    if options.html is not None and processes.this().prints:
+        write_page(report, options.html, live)
+    if options.json:
+        print(json.dumps(report.as_dict() | ({} if live is None else live.as_dict())))
+        return
+    tables.show(*show(report, live, options.wide))
 
 
 def compile_absent(options: Options, gpu: str, status: Console) -> "Report":
     """Compiles for GPUs that are not here."""
     if options.trace is not None:
         raise ValueError("--trace needs a run: leave --gpu away")
-    machine = options.preset()
+    machine = options.layout.preset("nvl72")
     card = lookup(gpu)
     config = k26() if options.checkpoint is None else ModelConfig.from_json(options.checkpoint)
     given = None if options.drafter is None else DrafterConfig.from_json(options.drafter)
@@ -184,17 +167,11 @@ def measure(options: Options, status: Console) -> "tuple[Report, Live]":
     for name, given in only_compiled.items():
         if given:
             raise ValueError(f"--{name} belongs to compiling for absent GPUs: add --gpu")
-    machine = options.preset()
-    bundled = options.checkpoint is None
-    layout = machine.layout
-    engine_options = EngineOptions(
-        options.checkpoint or BUNDLED_CHECKPOINT, machine.name, layout.dp, layout.ep, layout.tp,
-        experts=layout.experts, exchange=options.exchange, cache=layout.cache, processes=options.processes,
-        no_cache=options.no_cache or options.xla_dump is not None,
+    engine_options = DrafterOptions(
+        checkpoint=options.checkpoint or BUNDLED_CHECKPOINT, layout=options.layout, processes=options.processes,
+        no_cache=options.no_cache or options.xla_dump is not None, drafter=options.drafter,
     )  # fmt: skip
-    drafter = options.drafter or (BUNDLED_DRAFTER if bundled and options.budget else None)
-    if drafter is None and options.budget:
-        raise ValueError("a budget needs --drafter DIR, the folder of a drafter made for the checkpoint; or --budget 0")
+    drafter = engine_options.known_drafter(status) if options.budget else None
     opened = open_engine(engine_options, status, drafter)
 
     from kimi_jax.profiling import live
@@ -204,7 +181,7 @@ def measure(options: Options, status: Console) -> "tuple[Report, Live]":
     load = live.Load(
         requests=4 if options.batch is None else options.batch,
         context=128 if options.context is None else options.context,
-        budget=options.budget,
+        budget=options.budget if drafter else 0,
         rounds=options.rounds,
     )
     with stages(status) as stage:
@@ -232,8 +209,7 @@ def compare(options: Compare) -> None:
     """Shows every figure that differs."""
     from kimi_jax.profiling import diff
 
-    with errors_in_one_line(Console(stderr=True)):
-        tables.show(diff.show(diff.changes(diff.load(options.before), diff.load(options.after))))
+    tables.show(diff.show(diff.changes(diff.load(options.before), diff.load(options.after))))
 
 
 def run(args: Sequence[str], prog: str | None = None) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from kimi_jax.commands.options import (
+    NVL72,
     Batch,
     Config,
     Count,
@@ -125,7 +126,7 @@ class Load:
 class Place(Load):
     """One machine, and the layout on it."""
 
-    layout: LayoutOptions = LayoutOptions("nvl72")
+    layout: LayoutOptions = NVL72
     gpu: Gpu = None
 
     def fixed(self) -> search.Fixed:

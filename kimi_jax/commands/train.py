@@ -4,6 +4,7 @@ Examples:
   uv run scripts/train.py target --directory runs/target --dp 2 --output small
   uv run scripts/train.py drafter --target small --directory runs/drafter --dp 2 --output small_drafter
   uv run scripts/train.py scores --target small --drafter small_drafter
+On a CPU two devices of one core each (--dp 2) are faster than one of two cores.
 """
 
 import dataclasses
@@ -17,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kimi_jax import compilation_cache
-from kimi_jax.cli import NoCache, check_configurations, errors_in_one_line
+from kimi_jax.commands.options import Dp, Ep, LayoutOptions, NoCache, OptionalFile, OptionalFolder, Tp, parse
+from kimi_jax.opening import check_configurations
 from kimi_jax.standard_output import OutputConsole
 from kimi_jax.text_files import require_folder, require_writable, write_text
 from meshes.devices import use_cpu_if_no_gpu
@@ -33,7 +35,7 @@ class Common:
 
     directory: Path
     """Where checkpoints and the log go; a run found here is resumed."""
-    output: Path | None = None
+    output: OptionalFolder = None
     """Write the model here in K2.6's layout when the run ends or stops; the folder must not exist."""
     steps: int | None = None
     """Updates in all; by default those of the bundled model. The learning rate's schedule spans them."""
@@ -41,26 +43,23 @@ class Common:
     """Peak of the schedule."""
     seed: int = 0
     """Same seed and devices, same model."""
-    dp: int = 1
-    """Devices that share a step's texts. On a CPU 2 devices of one core each are faster than one of two cores."""
-    ep: int = 1
-    """Devices that share the experts."""
-    tp: int = 1
-    """Devices that share heads, widths and experts."""
+    dp: Dp = 1
+    ep: Ep = 1
+    tp: Tp = 1
     stop_after: int | None = None
     """End at this step; the same command without it goes on."""
     checkpoint_every: int = 500
     """Steps between checkpoints."""
     evaluate_every: int = 500
     """Steps between evaluations on held-out prompts."""
-    plot: Path | None = None
+    plot: OptionalFile = None
     """Draw the run's figures into this PNG (needs matplotlib)."""
     no_cache: NoCache = False
 
     @property
     def layout(self) -> Layout:
         """Sizes of the mesh axes."""
-        return Layout(dp=self.dp, ep=self.ep, tp=self.tp)
+        return LayoutOptions(dp=self.dp, ep=self.ep, tp=self.tp).preset().layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +96,7 @@ class Scores:
     """Held-out prompts of each family."""
     budgets: tuple[int, ...] = (16,)
     """Draft tree nodes to measure beside the chain."""
-    output: Path | None = None
+    output: OptionalFile = None
     """Write the figures here as JSON."""
     no_cache: NoCache = False
 
@@ -112,7 +111,7 @@ class Routing:
     """Checkpoint of the drafter."""
     texts: int = 200
     """Held-out texts over all families."""
-    output: Path | None = None
+    output: OptionalFile = None
     """Write the figures here as JSON."""
     no_cache: NoCache = False
 
@@ -273,6 +272,5 @@ def main(options: Command) -> None:
 
 def run(args: Sequence[str], prog: str | None = None) -> None:
     """Parses `args` and runs the command; `prog` is what its help calls it."""
-    with errors_in_one_line(Console(stderr=True)):
-        command: Any = Command
-        main(tyro.cli(command, prog=prog, args=args, description=__doc__))
+    command: Any = Command
+    main(parse(command, args, prog, __doc__))

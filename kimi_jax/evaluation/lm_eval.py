@@ -8,14 +8,14 @@ command with `kimi_jax` in the list:
 `kimi_jax.evaluation.lm_eval:KimiJax` is the class for `lm_eval.simple_evaluate(model=KimiJax(…))`.
 """
 
+import dataclasses
 import difflib
 import functools
-import inspect
 import random
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 from lm_eval.utils import simple_parse_args_string  # pyright: ignore[reportMissingImports]
@@ -23,14 +23,10 @@ from rich.console import Console
 from tqdm import tqdm
 
 from kimi_jax.chat import render
-from kimi_jax.cli import (
-    BUNDLED_CHECKPOINT,
-    BUNDLED_DRAFTER,
-    Dtype,
-    EngineOptions,
-    errors_in_one_line,
-    open_engine,
-)
+from kimi_jax.commands.errors import errors_in_one_line
+from kimi_jax.commands.options import SpeculationOptions, flat, of_values
+from kimi_jax.commands.progress import open_engine
+from kimi_jax.opening import BUNDLED_CHECKPOINT
 from kimi_jax.provenance import provenance
 
 KNOWN = {"until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens", "do_sample", "temperature",
@@ -40,80 +36,54 @@ LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_token
 """Names that tasks use for the number of new tokens, the first that is given counts."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments(SpeculationOptions):
+    """What lm-eval's `--model_args` may say: decode's options of checkpoint, layout and speculation, and these."""
+
+    thinking: bool = False
+    """Let the model think in chats; what it thinks is no part of its answer."""
+    max_length: int | None = None
+    """Tokens of context for a log-likelihood; by default the model's positions."""
+    max_gen_toks: int = 256
+    """New tokens of tasks that do not say how many."""
+    batch_size: int | str = "auto"
+    """Requests run together; auto is 8 for each of the mesh's dp × ep groups."""
+    seed: int = 0
+    """For tasks that sample; where lm-eval makes the model by name it follows from lm-eval's own --seed."""
+    max_batch_size: int | None = None
+    """lm-eval passes it; batches have one size."""
+    device: str | None = None
+    """lm-eval passes it; the mesh says the devices."""
+
+
 class KimiJax(TemplateLM):
     """A Kimi K2.6 checkpoint on a mesh.
 
     Prompts are parsed as lm-eval's `hf` model does: the name of a control token in a text becomes that token.
     """
 
-    def __init__(
-        self,
-        checkpoint: str = str(BUNDLED_CHECKPOINT),
-        drafter: str | None = None,
-        mesh: str = "local",
-        dp: int | None = None,
-        ep: int | None = None,
-        tp: int | None = None,
-        dtype: Dtype = "auto",
-        speculation: Literal["none", "chain", "ddtree"] | None = None,
-        budget: int | Literal["auto"] = "auto",
-        keep_chain: bool = False,
-        share_budget: bool = False,
-        experts: Literal["slots", "width"] = "slots",
-        exchange: Literal["auto", "allgather", "alltoall", "ragged"] = "auto",
-        cache: Literal["copied", "split"] = "copied",
-        placement: str | None = None,
-        no_cache: bool = False,
-        thinking: bool = False,
-        max_length: int | None = None,
-        max_gen_toks: int = 256,
-        batch_size: int | str = "auto",
-        seed: int = 0,
-        workers: int = 8,
-        max_batch_size: int | None = None,
-        device: str | None = None,
-    ):
-        """Loads the checkpoint.
-
-        Args:
-          checkpoint, mesh, dp, ep, tp, dtype, experts, exchange, cache, placement, workers, no_cache: as for decode.py.
-          drafter: folder of a DFlash drafter; the bundled checkpoint has a bundled one.
-          speculation, budget, keep_chain, share_budget: as for decode.py; ddtree wherever there is a drafter.
-          thinking: let the model think in chats; what it thinks is no part of its answer.
-          max_length: tokens of context for a log-likelihood; by default the model's positions.
-          max_gen_toks: new tokens of tasks that do not say how many.
-          batch_size: requests run together; auto is 8 for each of the mesh's dp × ep groups.
-          seed: for tasks that sample; where lm-eval makes the model by name it follows from lm-eval's own --seed.
-          max_batch_size, device: lm-eval passes them; batches have one size, and the mesh says the devices.
+    def __init__(self, **arguments: Any):
+        """Loads the checkpoint; the arguments are the fields of `Arguments`.
 
         Raises:
           ValueError: naming the argument, file or option that does not fit.
         """
         super().__init__()
-        of_bundled = Path(checkpoint) == BUNDLED_CHECKPOINT
-        folder = Path(drafter) if drafter else BUNDLED_DRAFTER if of_bundled else None
-        kind = speculation or ("ddtree" if folder else "none")
-        if kind != "none" and folder is None:
-            raise ValueError(f"speculation={kind} needs drafter=DIR: a drafter made for this checkpoint")
-        options = EngineOptions(
-            checkpoint=Path(checkpoint), mesh=mesh, dp=dp, ep=ep, tp=tp, dtype=dtype, workers=workers,
-            experts=experts, exchange=exchange, cache=cache, no_cache=no_cache,
-            placement=None if placement is None else Path(placement),
-        )  # fmt: skip
-        self._opened = open_engine(options, Console(stderr=True), folder if kind != "none" else None)
-        self.engine = self._opened.engine
-
-        from kimi_jax.decoding.engine import Draft
-
+        options, console = of_values(Arguments, checked(arguments)), Console(stderr=True)
+        drafter = options.used_drafter(console)
+        self._opened = open_engine(options, console, drafter)
+        self.engine, self.draft = self._opened.engine, options.draft(drafter)
+        self.thinking, self.seed, self.max_gen_toks = options.thinking, options.seed, options.max_gen_toks
+        self._name = options.checkpoint.name
         groups = self.engine.mesh.shape["dp"] * self.engine.mesh.shape["ep"]
-        self.batch_size = 8 * groups if str(batch_size).startswith("auto") else int(batch_size)
+        automatic = str(options.batch_size).startswith("auto")
+        self.batch_size = 8 * groups if automatic else int(options.batch_size)
         positions = self.engine.config.max_position_embeddings
-        self.max_length = max_length or positions
+        self.max_length = options.max_length or positions
         if self.batch_size < 1 or not 1 <= self.max_length <= positions:
-            raise ValueError(f"batch_size {batch_size} and max_length {max_length}: the latter is at most {positions}")
-        self.max_gen_toks, self.thinking, self.seed = max_gen_toks, thinking, seed
-        self.draft = Draft(kind, budget, keep_chain, share_budget)
-        self._name = Path(checkpoint).name
+            raise ValueError(
+                f"batch_size {self.batch_size} and max_length {self.max_length}: the latter is at most {positions}"
+            )
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> "KimiJax":
@@ -282,8 +252,8 @@ def checked(arguments: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       ValueError: naming the argument that there is not, or whose value does not fit, and what does.
     """
-    hints = get_type_hints(KimiJax.__init__)
-    names = list(inspect.signature(KimiJax).parameters)
+    hints = flat(Arguments)
+    names = list(hints)
     found = {}
     for name, value in arguments.items():
         if name not in names:
@@ -291,8 +261,8 @@ def checked(arguments: Mapping[str, Any]) -> dict[str, Any]:
             meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
             raise ValueError(f"--model_args: there is no argument {name!r}; {meant}")
         kinds = _kinds(hints[name])
-        if value is None and "none" in kinds:
-            value = "none"  # speculation=none, which is not to leave speculation out
+        if isinstance(value, Path):
+            value = str(value)
         if str in kinds and isinstance(value, int | float) and type(value) not in kinds:
             value = str(value)
         if type(value) not in kinds and value not in [kind for kind in kinds if isinstance(kind, str)]:
@@ -309,7 +279,7 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
     """The types that an annotation allows, and the values of its literals."""
     if get_origin(hint) in (Union, types.UnionType):
         return tuple(kind for part in get_args(hint) for kind in _kinds(part))
-    return get_args(hint) if get_origin(hint) is Literal else (hint,)
+    return get_args(hint) if get_origin(hint) is Literal else (str if hint is Path else hint,)
 
 
 def main() -> None:

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kimi_jax.cli import BUNDLED_CHECKPOINT, BUNDLED_DRAFTER
 from kimi_jax.decoding.engine import PLAIN, Draft, open_checkpoint
 from kimi_jax.decoding.generate import Limits, prefill
 from kimi_jax.decoding.kernels import picks
 from kimi_jax.decoding.programs import Programs
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.ledger.models import k26, kimi_drafter
+from kimi_jax.opening import BUNDLED_CHECKPOINT, BUNDLED_DRAFTER
 from kimi_jax.parameters import Parameters
 from kimi_jax.profiling.case import Case, with_layers
 from kimi_jax.profiling.compile import Compiled, abstract_parameters, compile_for, compile_program, programs_of

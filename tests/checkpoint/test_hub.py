@@ -16,8 +16,9 @@ from kimi_jax.checkpoint import hub
 from kimi_jax.checkpoint.errors import CheckpointError
 from kimi_jax.checkpoint.hub import local_folder
 from kimi_jax.checkpoint.safetensors import open_checkpoint
-from kimi_jax.cli import EngineOptions, open_engine
 from kimi_jax.commands import convert
+from kimi_jax.commands.options import EngineOptions, LayoutOptions
+from kimi_jax.commands.progress import open_engine
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -217,7 +218,8 @@ def test_a_plan_by_name_fetches_no_weights_and_equals_that_of_the_headers(server
     monkeypatch.setattr(hub, "local_folder", fetch)
 
     def planned(checkpoint):
-        convert.run_plan(convert.PlanOptions(checkpoint=checkpoint, mesh="hgx-ib-16", processes=2, json=True))
+        where = LayoutOptions("hgx-ib-16")
+        convert.run_plan(convert.PlanOptions(checkpoint=checkpoint, layout=where, processes=2, json=True))
         return {k: v for k, v in json.loads(capsys.readouterr().out).items() if k != "plan_seconds"}
 
     by_name = planned(Path(NAME))
@@ -233,11 +235,9 @@ def test_a_plan_by_name_needs_an_index(server, tmp_path, monkeypatch, capsys):
     del server.files["model.safetensors.index.json"]
     fetch = functools.partial(local_folder, cache=tmp_path / "cache", endpoint=server.endpoint)
     monkeypatch.setattr(hub, "local_folder", fetch)
-    with pytest.raises(SystemExit):
+    message = f"{NAME}: no such folder here, and the repository of that name on the hub has no model.safe"
+    with pytest.raises(CheckpointError, match=message):
         convert.run_plan(convert.PlanOptions(checkpoint=Path(NAME)))
-    assert f"{NAME}: no such folder here, and the repository of that name on the hub has no model.safe" in (
-        capsys.readouterr().err
-    )
 
 
 def test_a_plan_by_name_tells_what_the_index_lacks(server, tmp_path, monkeypatch, capsys):
@@ -247,11 +247,9 @@ def test_a_plan_by_name_tells_what_the_index_lacks(server, tmp_path, monkeypatch
     server.files["model.safetensors.index.json"] = json.dumps(index).encode()
     fetch = functools.partial(local_folder, cache=tmp_path / "cache", endpoint=server.endpoint)
     monkeypatch.setattr(hub, "local_folder", fetch)
-    with pytest.raises(SystemExit):
+    with pytest.raises(CheckpointError, match=r"language_model\.lm_head\.weight: missing") as refused:
         convert.run_plan(convert.PlanOptions(checkpoint=Path(NAME)))
-    shown = capsys.readouterr().err
-    assert "language_model.lm_head.weight: missing" in shown
-    assert "language_model.extra: not part of the model" in shown
+    assert "language_model.extra: not part of the model" in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["gone", "/models/kimi", "a/b/c", "../a", "a/.b"])
@@ -267,7 +265,7 @@ def test_a_folder_wins_over_a_name(tmp_path, monkeypatch):
 
 def test_checkpoints_and_drafters_are_opened_by_name(monkeypatch):
     folders = {"owner/model": DATA / "tiny_random", "owner/drafter": DATA / "tiny_random_drafter"}
-    monkeypatch.setattr(hub, "local_folder", lambda path, tell, outline: folders[str(path)])
+    monkeypatch.setattr(hub, "local_folder", lambda path, tell, outline=False: folders[str(path)])
     options = EngineOptions(checkpoint=Path("owner/model"))
     opened = open_engine(options, Console(quiet=True), Path("owner/drafter"))
     assert opened.folder == folders["owner/model"]

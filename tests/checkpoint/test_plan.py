@@ -13,6 +13,7 @@ import pytest
 from kimi_jax.checkpoint.plan import plan, split_processes
 from kimi_jax.checkpoint.safetensors import open_checkpoint
 from kimi_jax.commands import convert
+from kimi_jax.commands.options import LayoutOptions
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.transformer import CausalLM
 from kimi_jax.parallel.placement import even_placement
@@ -174,8 +175,8 @@ def test_hgx_ib_reads_every_byte_once_and_puts_it_where_the_layout_says(k26, mak
         assert len(ranges) == 208_215
 
 
-def run_plan(capsys, directory, **options):
-    convert.run_plan(convert.PlanOptions(checkpoint=directory, **options))
+def run_plan(capsys, directory, mesh, **options):
+    convert.run_plan(convert.PlanOptions(checkpoint=directory, layout=LayoutOptions(mesh), **options))
     return capsys.readouterr().out
 
 

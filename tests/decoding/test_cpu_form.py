@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from kimi_jax.cli import EngineOptions, open_engine
+from kimi_jax.commands.options import EngineOptions, LayoutOptions
+from kimi_jax.commands.progress import open_engine
 from kimi_jax.decoding import cpu_form
 from kimi_jax.decoding.engine import PLAIN, Draft
 from kimi_jax.decoding.generate import Limits
@@ -97,7 +98,8 @@ def test_several_devices_are_refused(engines):
 
 def test_commands_take_it_on_one_cpu_alone():
     def transposed(mesh):
-        return open_engine(EngineOptions(mesh=mesh), Console(quiet=True)).engine.model.lm_head.transposed
+        options = EngineOptions(layout=LayoutOptions(mesh))
+        return open_engine(options, Console(quiet=True)).engine.model.lm_head.transposed
 
     assert transposed("local")
     assert not transposed("hgx-ib-16")

@@ -1,3 +1,4 @@
+import functools
 import json
 import shlex
 import subprocess
@@ -5,10 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import tyro
 from rich.console import Console
 
-from kimi_jax.commands import estimate
+from kimi_jax.commands import run
 from kimi_jax.config import ModelConfig
 from kimi_jax.estimator import search
 
@@ -17,11 +17,11 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "estimate.py"
 
 @pytest.fixture
 def main():
-    return estimate.run
+    return functools.partial(run, "estimate")
 
 
 def test_point_as_json(main, capsys):
-    main(["point", "--mesh", "hgx-ib-16", "--gpu", "h200", "--concurrency", "8", "--budget", "7", "--json"])
+    main(["point", "--mesh", "hgx-ib-16", "--gpu", "h200", "--batch", "8", "--budget", "7", "--json"])
     data = json.loads(capsys.readouterr().out)
     assert data["layout"] == "dp 1 × ep 2 × tp 8, experts by slots, allgather"
     assert data["tokens_per_s"] == pytest.approx(8 * data["tokens_per_s_per_user"])
@@ -31,7 +31,7 @@ def test_point_as_json(main, capsys):
 
 def test_options_reach_the_estimate(main, capsys, tmp_path):
     def speed(*arguments: str) -> float:
-        main(["point", "--mesh", "hgx-ib-16", "--concurrency", "64", "--json", *arguments])
+        main(["point", "--mesh", "hgx-ib-16", "--batch", "64", "--json", *arguments])
         return json.loads(capsys.readouterr().out)["tokens_per_s_per_user"]
 
     rates = tmp_path / "rates.json"
@@ -63,11 +63,11 @@ def test_table_shows_parts_limit_and_memory(main, capsys):
 
 
 TABLES = {
-    "point": ("--mesh", "hgx-ib-72", "--concurrency", "4096", "--input-tokens", "8192"),
-    "recommend": ("--mesh", "hgx-ib-16", "--concurrency", "512"),
+    "point": ("--mesh", "hgx-ib-72", "--batch", "4096", "--input-tokens", "8192"),
+    "recommend": ("--mesh", "hgx-ib-16", "--batch", "512"),
     "sweep": ("--meshes", "hgx-ib-8", "nvl72", "--budgets", "0", "8"),
-    "smallest": ("--least-speed", "40", "--concurrency", "256"),
-    "compare": ("--gpus", "72", "--concurrencies", "1", "8192"),
+    "smallest": ("--least-speed", "40", "--batch", "256"),
+    "compare": ("--gpus", "72", "--batches", "1", "8192"),
     "explain": ("--mesh", "hgx-ib-16"),
     "original": (),
     "validate": (),
@@ -92,14 +92,15 @@ def test_tables_fit_80_columns_and_keep_their_words(main, capsys, monkeypatch, n
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("recommend", "--mesh", "nvl72", "--concurrency", "64"),
+        ("recommend", "--mesh", "nvl72", "--batch", "64"),
         ("recommend", "--mesh", "hgx-ib-16", "--context", "262144", "--try-split-cache", "--budgets", "0"),
         ("point", "--mesh", "nvl72", "--dp", "2", "--tp", "4", "--experts", "width", "--cache", "split"),
-        ("smallest", "--least-speed", "100", "--concurrency", "64", "--gpu", "gb200"),
+        ("smallest", "--least-speed", "100", "--batch", "64", "--gpu", "gb200"),
     ],
 )
 def test_decode_accepts_the_command(main, capsys, arguments):
     from kimi_jax.commands.decode import Options
+    from kimi_jax.commands.options import parse
 
     main(arguments)
     printed = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("uv run "))
@@ -107,8 +108,8 @@ def test_decode_accepts_the_command(main, capsys, arguments):
     data = json.loads(capsys.readouterr().out)
     found = data.get("best", data)
     assert found["command"] == printed
-    options = tyro.cli(Options, args=shlex.split(printed)[3:], config=(tyro.conf.OmitArgPrefixes,))
-    machine = options.preset()
+    options = parse(Options, shlex.split(printed)[3:], None, None)
+    machine = options.layout.preset()
     assert machine.name == found["mesh"]
     assert machine.layout.num_devices == found["gpus"]
     assert search.describe(machine.layout) == found["layout"]
@@ -118,7 +119,7 @@ def test_decode_accepts_the_command(main, capsys, arguments):
 
 
 def test_the_smallest_machine_of_each_card(main, capsys):
-    main(["smallest", "--least-speed", "100", "--concurrency", "64", "--json"])
+    main(["smallest", "--least-speed", "100", "--batch", "64", "--json"])
     first = json.loads(capsys.readouterr().out)
     for found in (first, *first["others"]):
         assert found["tokens_per_s_per_user"] >= 100
@@ -126,7 +127,7 @@ def test_the_smallest_machine_of_each_card(main, capsys):
         assert found["concurrency"] == 64
     assert (first["mesh"], first["gpu"]) == ("hgx-ib-8", "b300")
     # One node of h200 is too slow: its best layout stays below the speed, and the answer for it is two.
-    main(["recommend", "--mesh", "hgx-ib-8", "--gpu", "h200", "--concurrency", "64", "--json"])
+    main(["recommend", "--mesh", "hgx-ib-8", "--gpu", "h200", "--batch", "64", "--json"])
     assert json.loads(capsys.readouterr().out)["best"]["tokens_per_s_per_user"] < 100
     assert {found["mesh"] for found in first["others"] if found["gpu"] == "h200"} == {"hgx-ib-16"}
 
@@ -137,10 +138,10 @@ def test_the_smallest_machine_of_each_card(main, capsys):
         (("point", "--mesh", "nvl72", "--ep", "1", "--tp", "72"), "error: tp 72 does not divide attention heads 64"),
         (("point", "--mesh", "hgx-ib-36"), "use hgx-ib-32 or hgx-ib-40"),
         (("point", "--mesh", "nvl72", "--slots", "384"), "use 432, 504"),
-        (("recommend", "--mesh", "hgx-ib-8", "--concurrency", "9000"), "holds 9000 requests of 8192 tokens"),
+        (("recommend", "--mesh", "hgx-ib-8", "--batch", "9000"), "holds 9000 requests of 8192 tokens"),
         (("point", "--hit-rates", "missing.json"), "missing.json"),
         (("smallest", "--least-speed", "5000"), "no machine gives 1 user 5000 tokens/s: the fastest, "),
-        (("smallest", "--least-speed", "1", "--concurrency", "900000"), "no machine holds 900000 requests of 8192"),
+        (("smallest", "--least-speed", "1", "--batch", "900000"), "no machine holds 900000 requests of 8192"),
         (("smallest", "--least-speed", "0"), "--least-speed is 0: "),
         (("smallest", "--least-speed", "9", "--gpu", "a100"), "unknown GPU 'a100'"),
     ],
@@ -166,7 +167,7 @@ def test_starts_without_jax():
     [
         ("sweep", "--meshes", "hgx-ib-8", "nvl72", "--budgets", "0", "8"),
         ("recommend", "--mesh", "nvl36", "--goal", "throughput", "--least-speed", "50"),
-        ("compare", "--gpus", "8", "36", "--concurrencies", "1", "64"),
+        ("compare", "--gpus", "8", "36", "--batches", "1", "64"),
         ("explain", "--mesh", "hgx-ib-8"),
         ("original",),
         ("validate",),
@@ -184,7 +185,7 @@ def test_every_subcommand_as_table_and_json(main, capsys, arguments):
 
 
 def test_check_refuses_before_it_compiles(main, capsys):
-    for arguments, message in ((["--layers", "62"], "layers is 62"), (["--concurrency", "0"], "requests is 0")):
+    for arguments, message in ((["--layers", "62"], "layers is 62"), (["--batch", "0"], "requests is 0")):
         with pytest.raises(SystemExit):
             main(["check", *arguments])
         assert message in capsys.readouterr().err

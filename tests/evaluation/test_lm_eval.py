@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from kimi_jax.chat import render
-from kimi_jax.cli import BUNDLED_CHECKPOINT
 from kimi_jax.decoding.forcing import Window, score
 from kimi_jax.evaluation.perplexity import Document, perplexity
+from kimi_jax.opening import BUNDLED_CHECKPOINT
 from kimi_jax.provenance import fingerprint
 
 pytest.importorskip("lm_eval", reason="lm-eval is in the dependency group `evaluation`")
@@ -160,17 +160,17 @@ def test_the_command_scores_the_same_with_and_without_speculation(tmp_path):
     ("arguments", "message"),
     [
         ("mseh=nvl72", "there is no argument 'mseh'; did you mean mesh?"),
-        ("colour=red", "there is no argument 'colour'; there are checkpoint, drafter, mesh"),
+        ("colour=red", "there is no argument 'colour'; there are checkpoint, mesh, dp"),
         ("dtype=float16", "dtype=float16 does not fit; dtype takes auto or bfloat16 or float32"),
         ("budget=many", "budget=many does not fit; budget takes a whole number or auto"),
         ("budget=2.5", "budget=2.5 does not fit"),
         ("thinking=2", "thinking=2 does not fit; thinking takes True or False"),
         ("ep=True", "ep=True does not fit; ep takes a whole number"),
-        ("exchange=all", "exchange=all does not fit; exchange takes auto or allgather"),
+        ("exchange=none", "exchange is 'none': choose from auto, allgather"),
         ("cache=whole", "cache=whole does not fit; cache takes copied or split"),
         ("mesh", "mesh has no value; arguments are NAME=VALUE"),
         ("mesh=nvl99", "nvl99"),
-        ("speculation=chain,checkpoint=tests/data/tiny_random", "needs drafter=DIR"),
+        ("speculation=chain,checkpoint=tests/data/tiny_random", "needs --drafter DIR"),
     ],
 )
 def test_bad_model_args_are_one_line_that_names_them(arguments, message):

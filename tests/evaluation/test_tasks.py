@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from kimi_jax.cli import BUNDLED_CHECKPOINT, BUNDLED_DRAFTER
 from kimi_jax.decoding.engine import PLAIN, Draft
 from kimi_jax.evaluation import tasks
 from kimi_jax.evaluation.tasks import FamilyScore, score, together, wilson
+from kimi_jax.opening import BUNDLED_CHECKPOINT, BUNDLED_DRAFTER
 from kimi_jax.training.generations import answer_text
 from kimi_jax.training.tasks import held_out
 

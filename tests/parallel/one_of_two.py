@@ -16,7 +16,9 @@ from kimi_jax.checkpoint import safetensors, writer
 from kimi_jax.checkpoint.sharded.manifest import copyable_files
 from kimi_jax.checkpoint.sharded.reader import Reader
 from kimi_jax.checkpoint.sharded.writer import save
-from kimi_jax.cli import EngineOptions, errors_in_one_line, open_engine
+from kimi_jax.commands.errors import errors_in_one_line
+from kimi_jax.commands.options import EngineOptions, LayoutOptions
+from kimi_jax.commands.progress import open_engine
 from kimi_jax.decoding.engine import Draft, Engine, open_checkpoint
 from kimi_jax.decoding.generate import Limits
 from kimi_jax.decoding.sampling import Sampling
@@ -124,7 +126,8 @@ def main(index: int, port: int, folder: Path) -> None:
     several = ProcessOptions(f"localhost:{port}", 2, index, init_timeout=100, heartbeat_timeout=10)
     status = Console(stderr=True)
     with errors_in_one_line(status):
-        engine = open_engine(EngineOptions(CHECKPOINT, MESH, **AXES, processes=several), status, DRAFTER).engine
+        options = EngineOptions(checkpoint=CHECKPOINT, layout=LayoutOptions(MESH, **AXES), processes=several)
+        engine = open_engine(options, status, DRAFTER).engine
         result = {
             "disagreements": disagreements(engine.mesh),
             "texts": texts(engine, Draft("ddtree", 6)),

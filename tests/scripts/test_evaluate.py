@@ -71,4 +71,4 @@ def test_perplexity_of_files(engines, tmp_path):
 
 
 def test_two_that_are_the_same_are_not_compared():
-    assert "the two are the same" in evaluate("compare", "--other-mesh", "local", expect=1).stderr
+    assert "the two are the same" in evaluate("compare", "--other", "mesh=local", expect=1).stderr

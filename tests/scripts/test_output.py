@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kimi_jax.cli import message_of
 from kimi_jax.commands import COMMANDS
+from kimi_jax.commands.errors import message_of
 
 ROOT = Path(__file__).parents[2]
 SOME = ("decode", "estimate")
