@@ -28,7 +28,7 @@ LAYERS = (
     {"tables", "compilation_cache"},
     {
         *("estimator", "profiling", "evaluation", "training", "doctor", "opening", "gpu_check"),
-        *("commands.options", "commands.errors", "commands.progress"),
+        *("commands.options", "commands.errors", "commands.progress", "provenance"),
     },
     {"commands"},
 )

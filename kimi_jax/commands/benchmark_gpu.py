@@ -8,7 +8,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from kimi_jax.commands.options import Json, OptionalFile
+from kimi_jax.commands.options import Flag, Json, OptionalFile
 from kimi_jax.gpu_check.steps import Line, Step, card_steps, rehearsal_steps, run
 from kimi_jax.tables import left, show, table
 from kimi_jax.text_files import require_writable, write_text
@@ -23,7 +23,7 @@ class Options:
     """Also time rounds of K2.6's first layers with random INT4 weights: 3 layers and a drafter take about 32 GB."""
     layers: int = 3
     """Layers of that round; the first has no experts."""
-    plain: bool = False
+    plain: Flag = False
     """Also time what jax itself offers: dequantise and `jax.lax.ragged_dot`, `jax.nn.dot_product_attention`."""
     only: str = "."
     """Regular expression over the names of steps, such as "card", "tree_attention dp-" or "round"."""

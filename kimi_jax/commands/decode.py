@@ -17,7 +17,7 @@ import tyro
 from rich.console import Console
 
 from kimi_jax import tables
-from kimi_jax.commands.options import Count, Json, OptionalFile, OptionalFolder, SpeculationOptions, option, parse
+from kimi_jax.commands.options import Count, Flag, Json, OptionalFile, OptionalFolder, SpeculationOptions, option, parse
 from kimi_jax.commands.progress import open_engine
 from kimi_jax.prompts import Prompt, PromptError, encode, raw_texts, read_prompts
 from kimi_jax.provenance import provenance
@@ -41,16 +41,16 @@ class Options(SpeculationOptions):
     file: OptionalFile = None
     """Prompts from a file: one a line, or with the ending .jsonl one {"messages": […], "tools": […]} or
     {"prompt": "…"} a line, which may set id, max_tokens, temperature, top_p, top_k, min_p, seed and stop of its own."""
-    chat: Annotated[bool, FORM] = False
+    chat: Annotated[Flag, FORM] = False
     """Wrap prompts in K2.6's chat template (the default)."""
-    raw: Annotated[bool, FORM] = False
+    raw: Annotated[Flag, FORM] = False
     """Continue the prompt's text as it is."""
-    thinking: Annotated[bool, MODE] = False
+    thinking: Annotated[Flag, MODE] = False
     """Let the model think before it answers (the default)."""
-    preserve_thinking: Annotated[bool, MODE] = False
+    preserve_thinking: Annotated[Flag, MODE] = False
     """Let it think, and keep the thinking of all earlier turns of a conversation in the prompt: what Kimi K2.7-Code
     expects, always."""
-    instant: Annotated[bool, MODE] = False
+    instant: Annotated[Flag, MODE] = False
     """Answer at once."""
     system: Annotated[str | None, option("TEXT")] = None
     """System message put before every prompt."""
@@ -72,19 +72,19 @@ class Options(SpeculationOptions):
     """Count the rows that choose each expert, and move experts every N rounds to where all ranks have equally many."""
     save_placement: OptionalFile = None
     """With --rebalance-every: where experts lie at the end, as a file for --placement."""
-    time_parts: bool = False
+    time_parts: Flag = False
     """Also measure the share of a round that drafting, verifying and committing take (compiles each of them)."""
     xla_dump: OptionalFolder = None
     """Directory for XLA's dump of the programs that ran: HLO before and after optimisation, buffer assignment, and an
     index of the files and of the parts of the model (compiles them again)."""
     trace: OptionalFolder = None
     """Directory for a profiler trace of one dispatch of rounds, for xprof."""
-    explain: bool = False
+    explain: Flag = False
     """Print how the checkpoint lies on the mesh (who holds what, bytes of a device, messages and their links) and load
     nothing. Prompts count as requests; their length is not known, so the cache is that of --explain-context tokens."""
     explain_context: int = 8192
     """Cached tokens of each request that --explain counts."""
-    verbose: Annotated[bool, tyro.conf.arg(aliases=["-v"])] = False
+    verbose: Annotated[bool, option(aliases=["-v"])] = False
     """Also print how many drafts were accepted, what served each operation and why, and overflows of buffers."""
     json: Json = False
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from kimi_jax.commands.options import ANY, Json, LayoutOptions, parse
+from kimi_jax.commands.options import ANY, Flag, Json, LayoutOptions, parse
 from kimi_jax.doctor import GB, Facts, Finding, Fit, examine, fits, gather, operations
 from kimi_jax.parallel.processes import launched
 from kimi_jax.tables import table_console
@@ -31,7 +31,7 @@ class Options:
     """Options of doctor.py."""
 
     layout: LayoutOptions = ANY
-    exports: bool = False
+    exports: Flag = False
     """Print the lines that set a machine's XLA flags and variables in a shell, and nothing else; needs --mesh."""
     json: Json = False
 

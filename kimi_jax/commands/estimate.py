@@ -24,6 +24,7 @@ from kimi_jax.commands.options import (
     Batch,
     Batches,
     Cache,
+    Flag,
     Gpu,
     Json,
     LayoutOptions,
@@ -72,7 +73,7 @@ class SweepOptions(Place):
     """Draft nodes."""
     contexts: tuple[int, ...] = (8192,)
     """Cached tokens of each request."""
-    best_layout: bool = False
+    best_layout: Flag = False
     """Search the best layout for each row instead of the mesh's."""
 
 
@@ -103,7 +104,7 @@ class RecommendOptions(Place):
     """Tokens/s that every user must get (for throughput)."""
     budgets: tuple[int, ...] = search.BUDGETS
     """Draft budgets to try; 0 is no draft."""
-    try_split_cache: bool = False
+    try_split_cache: Flag = False
     """Also try the latent cache split along the sequence."""
 
 

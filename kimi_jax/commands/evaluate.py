@@ -26,6 +26,7 @@ from kimi_jax.commands.options import (
     DrafterOptions,
     EngineOptions,
     Files,
+    Flag,
     Json,
     OptionalFile,
     OptionalFolder,
@@ -127,7 +128,7 @@ class PerplexityOptions(EngineOptions):
     window of context or more."""
     batch: int = 8
     """Windows run together, spread over dp and ep."""
-    bos: bool = False
+    bos: Flag = False
     """Begin every text with [BOS], so that its first token is predicted too."""
     journal: OptionalFile = None
     """File that keeps finished windows; the same command goes on where it was stopped."""

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeGuard, get_args, get_type_hints
 
 import tyro
 from rich.console import Console
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def option(metavar: str | None = None, help: str | None = None, **more: Any) -> Any:
-    """An option's name for its value and its help, which says nothing of a default that is None or empty."""
+    """An option's name for its value, and its help, which says nothing of a default that is none, false or empty."""
     return tyro.conf.arg(
         metavar=metavar, help=help,
-        help_behavior_hint=lambda default: "" if default in ("None", "") else f"(default: {default})", **more,
+        help_behavior_hint=lambda default: "" if default in ("None", "False", "") else f"(default: {default})", **more,
     )  # fmt: skip
 
 
@@ -60,11 +60,11 @@ Cache = Annotated[
 Batch = Annotated[int, tyro.conf.arg(metavar="N", aliases=["--concurrency"])]
 """Requests together in the whole machine."""
 Batches = Annotated[tuple[int, ...], tyro.conf.arg(metavar="N ...", aliases=["--concurrencies"])]
-Json = Annotated[bool, tyro.conf.arg(help="Print one JSON object instead of text and tables.")]
-Wide = Annotated[bool, tyro.conf.arg(help="Tables with all their columns, for more than 80 columns of text.")]
+Flag = Annotated[bool, option()]
+Json = Annotated[bool, option(help="Print one JSON object instead of text and tables.")]
+Wide = Annotated[bool, option(help="Tables with all their columns, for more than 80 columns of text.")]
 NoCache = Annotated[
-    bool,
-    tyro.conf.arg(help="Compile everything anew: use none of the programs that earlier runs left in the cache folder."),
+    bool, option(help="Compile everything anew: use none of the programs that earlier runs left in the cache folder.")
 ]
 
 
@@ -155,9 +155,9 @@ class SpeculationOptions(DrafterOptions):
     budget: int | Literal["auto"] = "auto"
     """Draft tree nodes verified each round. auto picks them for every dispatch by what rounds cost, measured here or
     estimated for a simulated machine, and by what drafts brought so far; it drafts nothing where that does not pay."""
-    keep_chain: bool = False
+    keep_chain: Flag = False
     """Always verify the drafter's best chain, and spend the rest of the budget on the best other prefixes."""
-    share_budget: bool = False
+    share_budget: Flag = False
     """Verify the best prefixes over all prompts of a device group instead of the same number for each."""
 
     def used_drafter(self, console: Console) -> Path | None:
@@ -193,8 +193,23 @@ def parse[T](form: type[T], args: Sequence[str], prog: str | None, description: 
 def dispatch(
     commands: Mapping[str, Callable[..., Any]], args: Sequence[str], prog: str | None, description: str | None
 ) -> None:
-    """Runs the subcommand that `args` begins with; each takes its options."""
-    tyro.extras.subcommand_cli_from_dict(dict(commands), prog=prog, args=args, description=description, config=CONFIG)
+    """Runs the subcommand that `args` begins with; each takes the options of one form, or options of its own."""
+    named = {name: _without_group(command) for name, command in commands.items()}
+    tyro.extras.subcommand_cli_from_dict(named, prog=prog, args=args, description=description, config=CONFIG)
+
+
+def _without_group(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command with its form's options among the others in its help, not in a group that bears the form's name."""
+    form = get_type_hints(command).get("options")
+    if form is None:
+        return command
+
+    def run(options: Any) -> Any:
+        return command(options)
+
+    run.__annotations__ = {"options": Annotated[form, tyro.conf.arg(name="")]}
+    run.__doc__ = command.__doc__
+    return run
 
 
 def changed(options: EngineOptions, values: Sequence[str]) -> EngineOptions:
@@ -219,15 +234,19 @@ def flat(form: type) -> dict[str, Any]:
     """The types of a form's options by name, those of nested groups included."""
     found: dict[str, Any] = {}
     for name, hint in get_type_hints(form).items():
-        found |= flat(hint) if dataclasses.is_dataclass(hint) else {name: hint}
+        found |= flat(hint) if _is_group(hint) else {name: hint}
     return found
+
+
+def _is_group(hint: Any) -> TypeGuard[type]:
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
 
 
 def of_values[T](form: type[T], values: Mapping[str, Any]) -> T:
     """A form from values by name, those of nested groups included; what is not given has its default."""
     given: dict[str, Any] = {}
     for name, hint in get_type_hints(form).items():
-        if dataclasses.is_dataclass(hint):
+        if _is_group(hint):
             group = {own: values[own] for own in flat(hint) if own in values}
             given |= {name: of_values(hint, group)} if group else {}
         elif name in values:

@@ -22,6 +22,7 @@ from kimi_jax.commands.options import (
     ANY,
     Count,
     DrafterOptions,
+    Flag,
     Json,
     LayoutOptions,
     NoCache,
@@ -29,6 +30,7 @@ from kimi_jax.commands.options import (
     OptionalFolder,
     Wide,
     option,
+    parse,
 )
 from kimi_jax.commands.progress import open_engine, quiet_compiler, stages
 from kimi_jax.config import ModelConfig
@@ -44,6 +46,16 @@ from meshes.hardware import gpu as lookup
 if TYPE_CHECKING:
     from kimi_jax.profiling.live import Live
     from kimi_jax.profiling.report import Report
+
+
+@dataclasses.dataclass(frozen=True)
+class Compare:
+    """Two reports that `--json` printed, or two directories that `--xla-dump` wrote."""
+
+    before: Annotated[Path, tyro.conf.Positional]
+    """The older one."""
+    after: Annotated[Path, tyro.conf.Positional]
+    """The newer one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +93,7 @@ class Options:
     """Directory for XLA's dump: HLO before and after optimisation, buffer assignment, and an index of the files."""
     trace: OptionalFolder = None
     """Without --gpu: directory that keeps the profiler trace of the rounds, for xprof."""
-    registers: bool = False
+    registers: Flag = False
     """With --gpu: each Pallas kernel's registers, spills and shared memory."""
     html: OptionalFile = None
     """Also write the report with plots as an HTML file."""
@@ -89,6 +101,10 @@ class Options:
     json: Json = False
     no_cache: NoCache = False
     processes: ProcessOptions = dataclasses.field(default_factory=ProcessOptions)
+    diff: (
+        Annotated[Compare, tyro.conf.subcommand("diff", description="Show every figure that differs between reports.")]
+        | Annotated[None, tyro.conf.subcommand("step", description="Report on one step, as without a subcommand.")]
+    ) = None
 
 
 def main(options: Options) -> None:
@@ -195,16 +211,6 @@ def measure(options: Options, status: Console) -> "tuple[Report, Live]":
     return report, found
 
 
-@dataclasses.dataclass(frozen=True)
-class Compare:
-    """Two reports that `--json` printed, or two directories that `--xla-dump` wrote."""
-
-    before: Annotated[Path, tyro.conf.Positional]
-    """The older one."""
-    after: Annotated[Path, tyro.conf.Positional]
-    """The newer one."""
-
-
 def compare(options: Compare) -> None:
     """Shows every figure that differs."""
     from kimi_jax.profiling import diff
@@ -214,7 +220,8 @@ def compare(options: Compare) -> None:
 
 def run(args: Sequence[str], prog: str | None = None) -> None:
     """Parses `args` and runs the command; `prog` is what its help calls it."""
-    if list(args[:1]) == ["diff"]:
-        compare(tyro.cli(Compare, prog=f"{prog or 'profile.py'} diff", args=args[1:]))
+    options = parse(Options, args, prog, __doc__)
+    if options.diff is not None:
+        compare(options.diff)
     else:
-        main(tyro.cli(Options, prog=prog, args=args, description=__doc__, config=(tyro.conf.OmitArgPrefixes,)))
+        main(options)

@@ -58,6 +58,7 @@ def layouts(machine: Preset, scenario: Scenario, fixed: Fixed = FREE) -> Iterato
     from kimi_jax.ledger import layout_rules  # imports jax, for which `--help` should not wait
 
     total = machine.layout.num_devices
+    exchanges = ("allgather", "alltoall") if fixed.exchange is None else (fixed.exchange,)
     seen: set[Layout] = set()
     for tp in (2**n for n in range(total.bit_length())):
         if tp > total:
@@ -66,7 +67,7 @@ def layouts(machine: Preset, scenario: Scenario, fixed: Fixed = FREE) -> Iterato
         for dp in (d for d in range(1, groups + 1) if groups % d == 0):
             for experts in ("slots", "width") if tp > 1 else ("slots",):
                 ep = groups // dp
-                for exchange in ("allgather", "alltoall") if ep > 1 else ("allgather",):
+                for exchange in exchanges if ep > 1 else ("allgather",):
                     layout = Layout(dp, ep, tp, experts, exchange, machine.layout.cache if tp > 1 else "copied")
                     candidate = dataclasses.replace(machine, layout=layout)
                     try:
