@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LAYERS = (
-    {"meshes", "config", "config_fields", "text_files", "standard_output", "checkpoint.errors"},
+    {"meshes", "config", "config_fields", "text_files", "standard_output", "tables", "checkpoint.errors"},
     {"pallas_kernels", "quantization", "parameters", "parallel"},
     {"model"},
     {
@@ -25,7 +25,7 @@ LAYERS = (
     },
     {"ledger"},
     {"decoding"},
-    {"tables", "compilation_cache"},
+    {"compilation_cache"},
     {
         *("estimator", "profiling", "evaluation", "training", "doctor", "opening", "gpu_check"),
         *("commands.options", "commands.errors", "commands.progress", "provenance"),

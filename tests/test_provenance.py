@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from kimi_jax import provenance as module
-from kimi_jax.commands.options import EngineOptions
+from kimi_jax.commands.options import EngineOptions, LayoutOptions
 from kimi_jax.commands.progress import open_engine
 from kimi_jax.decoding.engine import Draft
 from kimi_jax.opening import BUNDLED_CHECKPOINT, BUNDLED_DRAFTER
