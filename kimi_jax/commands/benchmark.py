@@ -66,8 +66,8 @@ def peers(options: SpeculationOptions) -> None:
 
 def _speeds(options: SpeculationOptions, with_peers: bool) -> None:
     status = Console(stderr=True, soft_wrap=True, quiet=options.json)
-    if with_peers and options.mesh != "local":
-        raise ValueError(f"peers compares on one device, and --mesh is {options.mesh}: leave it out")
+    if with_peers and options.layout.mesh != "local":
+        raise ValueError(f"peers compares on one device, and --mesh is {options.layout.mesh}: leave it out")
     drafter = options.known_drafter(status)
     opened = open_engine(options, status, drafter)
 
@@ -139,7 +139,7 @@ def scaling(options: ScalingOptions) -> None:
 
     with status.status("starting") as line:
         scales = measure_scaling(
-            options.checkpoint, drafter, options.meshes, budget=options.budget, context=options.context,
+            options.checkpoint, drafter, options.layout.meshes, budget=options.budget, context=options.context,
             stage=line.update,
         )  # fmt: skip
         rows = [dataclasses.asdict(scale) for scale in scales]

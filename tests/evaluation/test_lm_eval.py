@@ -166,7 +166,7 @@ def test_the_command_scores_the_same_with_and_without_speculation(tmp_path):
         ("budget=2.5", "budget=2.5 does not fit"),
         ("thinking=2", "thinking=2 does not fit; thinking takes True or False"),
         ("ep=True", "ep=True does not fit; ep takes a whole number"),
-        ("exchange=none", "exchange is 'none': choose from auto, allgather"),
+        ("exchange=ring", "exchange is 'ring': choose from auto, allgather"),
         ("cache=whole", "cache=whole does not fit; cache takes copied or split"),
         ("mesh", "mesh has no value; arguments are NAME=VALUE"),
         ("mesh=nvl99", "nvl99"),
