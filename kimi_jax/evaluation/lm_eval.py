@@ -69,7 +69,8 @@ class KimiJax(TemplateLM):
           ValueError: naming the argument, file or option that does not fit.
         """
         super().__init__()
-        options, console = of_values(Arguments, checked(arguments)), Console(stderr=True)
+        given = {name: value for name, value in arguments.items() if value is not None}
+        options, console = of_values(Arguments, checked(given)), Console(stderr=True)
         drafter = options.used_drafter(console)
         self._opened = open_engine(options, console, drafter)
         self.engine, self.draft = self._opened.engine, options.draft(drafter)
@@ -261,6 +262,8 @@ def checked(arguments: Mapping[str, Any]) -> dict[str, Any]:
             meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
             raise ValueError(f"--model_args: there is no argument {name!r}; {meant}")
         kinds = _kinds(hints[name])
+        if value is None and "none" in kinds:
+            value = "none"  # speculation=none, which is not to leave speculation out
         if isinstance(value, Path):
             value = str(value)
         if str in kinds and isinstance(value, int | float) and type(value) not in kinds:

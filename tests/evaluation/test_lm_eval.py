@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax
 import numpy as np
 import pytest
 
@@ -36,6 +37,11 @@ LENGTH = 24
 
 def asked(kind, *arguments):
     return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def devices():
+    assert len(jax.devices()) == 72, "started for all tests, before one asks for fewer"
 
 
 @pytest.fixture(scope="module")
