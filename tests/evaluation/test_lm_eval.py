@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import jax
-import jax
 import numpy as np
 import pytest
 
