@@ -9,7 +9,7 @@ Examples:
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,8 @@ from rich.console import Console
 from kimi_jax import tables
 from kimi_jax.commands.options import Count, Flag, Json, OptionalFile, OptionalFolder, SpeculationOptions, option, parse
 from kimi_jax.commands.progress import open_engine
+from kimi_jax.generation_defaults import SAMPLING_FIELDS, new_tokens, sampling_fields
+from kimi_jax.opening import BUNDLED_CHECKPOINT, Opened
 from kimi_jax.prompts import Prompt, PromptError, encode, raw_texts, read_prompts
 from kimi_jax.provenance import provenance
 from kimi_jax.text_files import read_standard_input, require_folder, require_writable
@@ -26,8 +28,13 @@ from kimi_jax.text_output import Reader, Screen, as_json
 from meshes.devices import use_cpu_if_no_gpu
 
 if TYPE_CHECKING:
+    from kimi_jax.decoding.report import Report
     from kimi_jax.decoding.sampling import Sampling
+    from kimi_jax.estimator.scenario import Scenario
 
+PROMPTS_OF_A_GROUP = 64
+"""Prompts that a device group decodes together at most where `--batch` does not say."""
+Number = Annotated[float | None, option("X")]
 FORM = tyro.conf.create_mutex_group(required=False, title="prompt form")
 MODE = tyro.conf.create_mutex_group(required=False, title="thinking")
 
@@ -54,16 +61,20 @@ class Options(SpeculationOptions):
     """Answer at once."""
     system: Annotated[str | None, option("TEXT")] = None
     """System message put before every prompt."""
-    max_new_tokens: int = 64
-    """Tokens generated for each prompt at most."""
-    temperature: float = 0.0
-    """0 takes the most likely token; K2.6's authors use 1.0 for thinking and 0.6 for instant answers."""
-    top_p: float = 1.0
-    """Sample from the most likely tokens that together reach this probability."""
-    top_k: int = 0
-    """Sample from this many most likely tokens; 0 means all."""
-    min_p: float = 0.0
-    """Leave out tokens below this fraction of the most likely token's probability."""
+    max_new_tokens: Count = None
+    """Tokens generated for each prompt at most; by default 4,096 with thinking and 512 without, or what the model's
+    positions leave."""
+    temperature: Number = None
+    """0, the default, takes the most likely token; K2.6's authors use 1.0 for thinking and 0.6 for instant answers.
+    Where these four are not given, the checkpoint's generation_config.json counts."""
+    top_p: Number = None
+    """Sample from the most likely tokens that together reach this probability; by default 1."""
+    top_k: Count = None
+    """Sample from this many most likely tokens; 0, the default, means all."""
+    min_p: Number = None
+    """Leave out tokens below this fraction of the most likely token's probability; by default 0."""
+    batch: Count = None
+    """Prompts decoded together; by default as many as fit in the GPUs' memory, 64 for each device group at most."""
     seed: int = 0
     """Same seed, same text, whatever the mesh and the batch (in float32)."""
     synthetic_acceptance: Annotated[float | None, option("TOKENS")] = None
@@ -116,17 +127,19 @@ class Wanted:
     max_new_tokens: int
 
 
-def wanted_of(options: Options, prompt: Prompt) -> Wanted:
-    """What the prompt's row says, and the options where it says nothing. Raises PromptError naming the row."""
+def wanted_of(options: Options, prompt: Prompt, defaults: Mapping[str, Any]) -> Wanted:
+    """What the prompt's row says, else the options, else the defaults. Raises PromptError naming the row."""
     from kimi_jax.decoding.sampling import Sampling, check_seed
 
+    said = {name: value for name, value in vars(options).items() if value is not None}
+    said |= {name: value for name, value in vars(prompt.wishes).items() if value is not None}
+
     def of(name: str) -> Any:
-        own = getattr(prompt.wishes, name)
-        return getattr(options, name) if own is None else own
+        return said.get(name, defaults.get(name))
 
     try:
-        sampling = Sampling(of("temperature"), of("top_k"), of("top_p"), of("min_p"))
-        return Wanted(sampling, check_seed(of("seed")), of("max_new_tokens"))
+        fields = {name: of(name) for name in SAMPLING_FIELDS if of(name) is not None}
+        return Wanted(Sampling(**fields), check_seed(of("seed")), of("max_new_tokens"))
     except ValueError as error:
         raise PromptError(f"{prompt.where}: {error}" if prompt.where else str(error)) from None
 
@@ -158,7 +171,7 @@ def explain_layout(options: Options, drafter: Path | None) -> None:
         program="decode",
         slots=model.placement.num_slots,
         dtype="float32" if options.dtype == "float32" else "bfloat16",
-        greedy=options.temperature == 0,
+        greedy=not options.temperature,
     )
     if options.json:
         print(json.dumps(explain_data(machine, step, model.placement)))
@@ -182,7 +195,10 @@ def main(options: Options) -> None:
         require_writable(options.save_placement)
     if options.raw:
         raw_texts(prompts, options.system)  # refused now, not after the checkpoint has been read
-    wanted = [wanted_of(options, prompt) for prompt in prompts]
+    for prompt in prompts:
+        wanted_of(options, prompt, {"max_new_tokens": 1})  # refused now as well
+    if options.batch is not None and options.batch < 1:
+        raise ValueError(f"--batch is {options.batch}; it must be positive")
     opened = open_engine(options, status, drafter)
     if options.rebalance_every is not None:
         opened = dataclasses.replace(opened, engine=opened.engine.rebalancing(options.rebalance_every))
@@ -199,11 +215,21 @@ def main(options: Options) -> None:
     from kimi_jax.profiling.live import Trace, dump_generation
 
     thinking = not options.instant
-    sampling, longest = wanted[0].sampling, max(each.max_new_tokens for each in wanted)
-    limits = Limits(max_new_tokens=longest)
-    draft = options.draft(drafter, options.synthetic_acceptance)
+    defaults = sampling_fields(opened.folder)
+    if defaults.keys() - {name for name in SAMPLING_FIELDS if getattr(options, name) is not None}:
+        told = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+        status.print(f"generation_config.json says {told}; options count before it", style="dim", highlight=False)
     ids = encode(prompts, engine.tokenizer, raw=options.raw, thinking=thinking, system=options.system,
                  preserve_thinking=options.preserve_thinking)  # fmt: skip
+    context = max(map(len, ids))
+    defaults["max_new_tokens"] = new_tokens(
+        thinking and not options.raw, engine.config.max_position_embeddings, context
+    )
+    wanted = [wanted_of(options, prompt, defaults) for prompt in prompts]
+    sampling, longest = wanted[0].sampling, max(each.max_new_tokens for each in wanted)
+    batch = min(len(prompts), options.batch or largest_batch(opened, context + longest))
+    limits = Limits(max_new_tokens=longest)
+    draft = options.draft(drafter, options.synthetic_acceptance)
     readers = [
         Reader(
             engine.tokenizer,
@@ -221,7 +247,7 @@ def main(options: Options) -> None:
     ]
     trace = Trace(options.trace)
     with status.status("compiling") as spinner:
-        for progress in generate_all(engine, requests, draft, lambda index: readers[index].finished):
+        for progress in generate_all(engine, requests, draft, batch, lambda index: readers[index].finished):
             spinner.stop()
             trace.dispatched()
             arrived = zip(readers, progress.new_tokens, progress.finished, strict=True)
@@ -234,11 +260,11 @@ def main(options: Options) -> None:
     if options.xla_dump is not None:
         with status.status("compiling again for the dump"):
             dump_generation(
-                engine, opened.machine, opened.gpu.name, engine.next_programs(sampling, draft, ids, limits),
-                options.xla_dump, requests=len(prompts), context=max(map(len, ids)),
+                engine, opened.machine, opened.gpu.name, engine.next_programs(sampling, draft, ids[:batch], limits),
+                options.xla_dump, requests=batch, context=context,
                 new_tokens=longest,
             )  # fmt: skip
-    picks = engine.picks(draft, len(prompts), max(map(len, ids)) + longest)
+    picks = engine.picks(draft, batch, context + longest)
     if options.verbose:
         status.print(f"{report.details()}; {', '.join(map(str, picks))}", style="dim", highlight=False)
         if draft.kind != "none":
@@ -249,17 +275,20 @@ def main(options: Options) -> None:
         shares["rebalancing"] = [dataclasses.asdict(move) for move in engine.rebalancer.moves]
         if options.save_placement is not None and processes.this().prints:
             save_placements(options.save_placement, list(engine.rebalancer.placements.values()))
-    automatic = engine.automatic(sampling, draft, len(prompts), limits, max(map(len, ids)))
+    automatic = engine.automatic(sampling, draft, batch, limits, context)
     if automatic is not None:
         shares["automatic_budget"] = automatic.as_dict()
     if options.time_parts:
         with status.status("timing the parts of a round"):
-            seconds = engine.part_seconds(ids, limits, sampling, draft)
+            seconds = engine.part_seconds(ids[:batch], limits, sampling, draft)
         shares["round_seconds_by_part"] = seconds
         whole = sum(seconds.values())
         parts = ", ".join(f"{part} {time / whole:.0%}" for part, time in seconds.items())
         status.print(f"a round takes {1e3 * whole:.1f} ms: {parts}", style="dim", highlight=False)
     status.print(report.summary(), style="dim", highlight=False)
+    if (advice := advice_of(opened, options, batch, context + longest, report)) is not None:
+        status.print(advice, style="dim", highlight=False)
+        shares["advice"] = advice
     if options.json:
         results = [
             result(prompt, prompt_ids, reader) for prompt, prompt_ids, reader in zip(prompts, ids, readers, strict=True)
@@ -268,6 +297,39 @@ def main(options: Options) -> None:
         summary = report.as_dict() | {"ran": opened.where, "speculation": draft.kind, "run": run} | shares
         summary["implementations"] = [dataclasses.asdict(pick) for pick in picks]
         print(as_json({"results": results, "summary": summary}))
+
+
+def largest_batch(opened: Opened, context: int) -> int:
+    """Prompts decoded together at most, for texts of so many tokens: what fits in the GPUs' memory, within reason.
+
+    Devices that stand for GPUs count as those; one CPU device has the machine's memory, which is not asked.
+    """
+    engine = opened.engine
+    most = PROMPTS_OF_A_GROUP * engine.layout.groups
+    if engine.mesh.size == 1 and opened.simulated:
+        return most
+    from kimi_jax.estimator.advice import most_requests
+
+    return min(most, most_requests(load_of(opened, 1, context)))
+
+
+def load_of(opened: Opened, requests: int, context: int) -> "Scenario":
+    """The run as the estimator takes it."""
+    from kimi_jax.estimator.advice import scenario_of
+
+    engine = opened.engine
+    drafter = None if engine.drafter is None else engine.drafter.config
+    return scenario_of(opened.machine, opened.gpu, engine.config, drafter, requests=requests, context=context)
+
+
+def advice_of(opened: Opened, options: Options, batch: int, context: int, report: "Report") -> str | None:
+    """Another layout or budget, where the estimator has a faster one for this load; None for the bundled model, which
+    no cluster is bought for, and for one device."""
+    if opened.engine.mesh.size == 1 or options.checkpoint.resolve() == BUNDLED_CHECKPOINT:
+        return None
+    from kimi_jax.estimator.advice import better
+
+    return better(load_of(opened, batch, context), 1 + report.nodes_per_round)
 
 
 def result(prompt: Prompt, prompt_ids: list[int], reader: Reader) -> dict[str, Any]:

@@ -25,31 +25,38 @@ def generate_all(
     engine: Engine,
     requests: Sequence[Request],
     draft: Draft = PLAIN,
+    batch: int | None = None,
     ended: Callable[[int], bool] = lambda index: False,
 ) -> Iterator[Progress]:
-    """Decodes requests, those with the same sampling as one batch, yielding after every dispatch.
+    """Decodes requests in batches of the same sampling, yielding after every dispatch.
 
     Progress is that of all requests in their order: those of later batches have no tokens yet. Its snapshot holds no
     `emitted`, since batches differ in the length of their texts.
 
     Args:
+      batch: requests decoded together at most; by default all that want the same sampling.
       ended: whether the host has ended a request's text; a batch stops once all its texts have ended. What still comes
         for such a request is among its new tokens.
 
     Raises:
       ValueError, NonFiniteLogitsError: as `Engine.generate`; prompts are counted within their batch.
     """
-    batches: dict[Sampling, list[int]] = {}
+    alike: dict[Sampling, list[int]] = {}
     for index, request in enumerate(requests):
-        batches.setdefault(request.sampling, []).append(index)
+        alike.setdefault(request.sampling, []).append(index)
+    size = batch or len(requests)
+    batches = [(sampling, found[i : i + size]) for sampling, found in alike.items() for i in range(0, len(found), size)]
+    most = max((request.max_new_tokens for request in requests), default=1)
+    room = max((len(request.ids) for request in requests), default=0) + most
     finished, before, whole = [False] * len(requests), 0.0, None
-    for sampling, indices in batches.items():
-        batch = [requests[index] for index in indices]
-        each = tuple(request.max_new_tokens for request in batch)
-        limits = Limits(max_new_tokens=max(each), each=each)
-        seeds, seconds = [request.seed for request in batch], 0.0
+    for sampling, indices in batches:
+        together = [requests[index] for index in indices]
+        each = tuple(request.max_new_tokens for request in together)
+        # Batches that are given the same room share their programs.
+        limits = Limits(most, each=each, least_capacity=room)
+        seeds, seconds = [request.seed for request in together], 0.0
         earlier = whole
-        for progress in engine.generate([request.ids for request in batch], limits, sampling, seeds, draft):
+        for progress in engine.generate([request.ids for request in together], limits, sampling, seeds, draft):
             new: list[list[int]] = [[] for _ in requests]
             for index, ids, done in zip(indices, progress.new_tokens, progress.finished, strict=True):
                 new[index], finished[index] = ids, done
