@@ -22,6 +22,7 @@ LAYERS = (
         "chat",
         "prompts",
         "text_output",
+        "generation_defaults",
     },
     {"ledger"},
     {"decoding"},

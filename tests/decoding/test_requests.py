@@ -44,6 +44,14 @@ def test_requests_get_their_own_texts_in_their_places(engines):
     assert seconds == sorted(seconds)
 
 
+def test_small_batches_give_the_same_texts_and_counts(engines):
+    whole, last = texts(generate_all(engines("local"), REQUESTS), 4)
+    alone, end = texts(generate_all(engines("local"), REQUESTS, batch=1), 4)
+    assert alone == whole
+    assert end.snapshot.counts.tolist() == last.snapshot.counts.tolist()
+    assert end.finished == [True] * 4
+
+
 def test_a_batch_whose_texts_the_host_has_ended_stops(engines):
     engine = engines("local")
     steps = list(generate_all(engine, REQUESTS[:1] + REQUESTS[1:2], ended=lambda index: index == 0))
