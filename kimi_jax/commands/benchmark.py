@@ -139,7 +139,7 @@ def scaling(options: ScalingOptions) -> None:
 
     with status.status("starting") as line:
         scales = measure_scaling(
-            options.checkpoint, drafter, options.layout.meshes, budget=options.budget, context=options.context,
+            options.checkpoint, drafter, options.meshes, budget=options.budget, context=options.context,
             stage=line.update,
         )  # fmt: skip
         rows = [dataclasses.asdict(scale) for scale in scales]

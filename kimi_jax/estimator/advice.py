@@ -1,6 +1,7 @@
 """What the estimator says of a run: how many requests fit at once, and whether another layout would be faster."""
 
 import dataclasses
+from typing import Any
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.drafter.config import DrafterConfig
@@ -18,7 +19,7 @@ def scenario_of(
     machine: Preset, gpu: GPU, model: ModelConfig, drafter: DrafterConfig | None, *, requests: int, context: int
 ) -> Scenario:
     """The load of a run: `requests` at once with `context` cached tokens each."""
-    known = {} if drafter is None else {"drafter": drafter}
+    known: dict[str, Any] = {} if drafter is None else {"drafter": drafter}
     return make_scenario(machine, gpu, concurrency=requests, context=context, model=model, **known)
 
 
