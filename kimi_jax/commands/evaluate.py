@@ -6,7 +6,7 @@ Examples:
   uv run scripts/evaluate.py compare --other mesh=nvl72
   uv run scripts/evaluate.py logits --checkpoint DIR --input-ids ids.json --output logits.npz
   uv run scripts/evaluate.py reference --checkpoint DIR --mesh hgx-ib-8 reference.jsonl
-lm-eval's tasks are run by `python -m kimi_jax.evaluation.lm_eval` (docs/checkpoints.md).
+lm-eval's tasks are run by `python -m kimi_jax.evaluation.lm_eval` (docs/evaluation.md).
 """
 
 import dataclasses

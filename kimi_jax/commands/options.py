@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeGuard, get_args, 
 import tyro
 from rich.console import Console
 
+from kimi_jax.commands import defaults
 from kimi_jax.opening import BUNDLED_CHECKPOINT, Dtype, drafter_of
 from kimi_jax.parallel.processes import ProcessOptions
 from meshes.hardware import GPUS
@@ -18,11 +19,8 @@ if TYPE_CHECKING:
 
 
 def option(metavar: str | None = None, help: str | None = None, **more: Any) -> Any:
-    """An option's name for its value, and its help, which says nothing of a default that is none, false or empty."""
-    return tyro.conf.arg(
-        metavar=metavar, help=help,
-        help_behavior_hint=lambda default: "" if default in ("None", "False", "") else f"(default: {default})", **more,
-    )  # fmt: skip
+    """An option's name for its value, and its help."""
+    return tyro.conf.arg(metavar=metavar, help=help, **more)
 
 
 Count = Annotated[int | None, option("N")]
@@ -36,7 +34,6 @@ Checkpoint = Annotated[
         metavar="DIR",
         help="Checkpoint in K2.6's own format (config.json, safetensors shards with their index, tiktoken.model) or "
         "sharded by `convert`; a folder, or a name on the hub, owner/name or owner/name@revision.",
-        help_behavior_hint=lambda default: f"(default: {'the bundled one' if 'assets' in default else default})",
     ),
 ]
 Drafter = Annotated[
@@ -181,12 +178,13 @@ class SpeculationOptions(DrafterOptions):
         return Draft(kind, self.budget, self.keep_chain, self.share_budget, synthetic_acceptance)
 
 
-CONFIG = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+CONFIG = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
 """Names of nested options are their own, and a flag has one form."""
 
 
 def parse[T](form: type[T], args: Sequence[str], prog: str | None, description: str | None) -> T:
     """The options in `args`; `prog` is what the help calls the command."""
+    defaults.tell(form)
     return tyro.cli(form, prog=prog, args=args, description=description, config=CONFIG)
 
 
@@ -200,6 +198,7 @@ def dispatch(
 
 def _without_group(command: Callable[..., Any]) -> Callable[..., Any]:
     """The command with its form's options among the others in its help, not in a group that bears the form's name."""
+    defaults.tell_parameters(command)
     form = get_type_hints(command).get("options")
     if form is None:
         return command
