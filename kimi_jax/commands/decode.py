@@ -24,10 +24,11 @@ from kimi_jax.opening import BUNDLED_CHECKPOINT, Opened
 from kimi_jax.prompts import Prompt, PromptError, encode, raw_texts, read_prompts
 from kimi_jax.provenance import provenance
 from kimi_jax.text_files import read_standard_input, require_folder, require_writable
-from kimi_jax.text_output import Reader, Screen, as_json
+from kimi_jax.text_output import Screen, as_json
 from meshes.devices import use_cpu_if_no_gpu
 
 if TYPE_CHECKING:
+    from kimi_jax.decoding.batch import Batch
     from kimi_jax.decoding.report import Report
     from kimi_jax.decoding.sampling import Sampling
     from kimi_jax.estimator.scenario import Scenario
@@ -118,17 +119,12 @@ def gather_prompts(options: Options) -> list[Prompt]:
     return prompts
 
 
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """How one prompt's answer is drawn."""
+def wanted_of(options: Options, prompt: Prompt, defaults: Mapping[str, Any]) -> "tuple[Sampling, int, int]":
+    """Sampling, seed and most new tokens: what the prompt's row says, else the options, else the defaults.
 
-    sampling: "Sampling"
-    seed: int
-    max_new_tokens: int
-
-
-def wanted_of(options: Options, prompt: Prompt, defaults: Mapping[str, Any]) -> Wanted:
-    """What the prompt's row says, else the options, else the defaults. Raises PromptError naming the row."""
+    Raises:
+      PromptError: naming the row.
+    """
     from kimi_jax.decoding.sampling import Sampling, check_seed
 
     said = {name: value for name, value in vars(options).items() if value is not None}
@@ -139,7 +135,7 @@ def wanted_of(options: Options, prompt: Prompt, defaults: Mapping[str, Any]) -> 
 
     try:
         fields = {name: of(name) for name in SAMPLING_FIELDS if of(name) is not None}
-        return Wanted(Sampling(**fields), check_seed(of("seed")), of("max_new_tokens"))
+        return Sampling(**fields), check_seed(of("seed")), of("max_new_tokens")
     except ValueError as error:
         raise PromptError(f"{prompt.where}: {error}" if prompt.where else str(error)) from None
 
@@ -179,6 +175,22 @@ def explain_layout(options: Options, drafter: Path | None) -> None:
         tables.show(*explain(machine, step, model.placement))
 
 
+def check(options: Options, prompts: Sequence[Prompt]) -> None:
+    """Refuses what cannot be, before the checkpoint is read."""
+    if options.save_placement is not None and options.rebalance_every is None:
+        raise ValueError("--save-placement keeps what --rebalance-every finds: give that too")
+    for folder in filter(None, (options.xla_dump, options.trace)):
+        require_folder(folder)
+    if options.save_placement is not None:
+        require_writable(options.save_placement)
+    if options.raw:
+        raw_texts(prompts, options.system)
+    for prompt in prompts:
+        wanted_of(options, prompt, {"max_new_tokens": 1})
+    if options.batch is not None and options.batch < 1:
+        raise ValueError(f"--batch is {options.batch}; it must be positive")
+
+
 def main(options: Options) -> None:
     """Runs one batch."""
     status = Console(stderr=True, quiet=options.json, soft_wrap=True)
@@ -187,34 +199,39 @@ def main(options: Options) -> None:
         explain_layout(options, drafter)
         return
     prompts = gather_prompts(options)
-    if options.save_placement is not None and options.rebalance_every is None:
-        raise ValueError("--save-placement keeps what --rebalance-every finds: give that too")
-    for folder in filter(None, (options.xla_dump, options.trace)):
-        require_folder(folder)
-    if options.save_placement is not None:
-        require_writable(options.save_placement)
-    if options.raw:
-        raw_texts(prompts, options.system)  # refused now, not after the checkpoint has been read
-    for prompt in prompts:
-        wanted_of(options, prompt, {"max_new_tokens": 1})  # refused now as well
-    if options.batch is not None and options.batch < 1:
-        raise ValueError(f"--batch is {options.batch}; it must be positive")
+    check(options, prompts)
     opened = open_engine(options, status, drafter)
     if options.rebalance_every is not None:
         opened = dataclasses.replace(opened, engine=opened.engine.rebalancing(options.rebalance_every))
-    engine = opened.engine
     if options.synthetic_acceptance is not None:
         warning = f"synthetic acceptance {options.synthetic_acceptance}: THE TEXT IS MEANINGLESS, only speed counts"
         Console(stderr=True).print(warning, style="bold red")
 
-    from kimi_jax.decoding.generate import Limits
-    from kimi_jax.decoding.report import Report
-    from kimi_jax.decoding.requests import Request, generate_all
-    from kimi_jax.parallel import processes
-    from kimi_jax.parallel.eplb import save_placements
-    from kimi_jax.profiling.live import Trace, dump_generation
+    from kimi_jax.profiling.live import Trace
 
-    thinking = not options.instant
+    batch = batch_of(options, opened, prompts, drafter, status)
+    screen, trace = Screen(prompts, batch.readers), Trace(options.trace)
+    with status.status("compiling") as spinner:
+        for _ in batch:
+            spinner.stop()
+            trace.dispatched()
+            if not options.json:
+                screen.update()
+    if options.trace is not None:
+        status.print(trace.close(), style="dim", highlight=False)
+    summary = summarise(options, opened, batch, status)
+    if options.json:
+        print(as_json({"results": batch.results(), "summary": summary}))
+
+
+def batch_of(
+    options: Options, opened: Opened, prompts: Sequence[Prompt], drafter: Path | None, status: Console
+) -> "Batch":
+    """The prompts as requests, with what the checkpoint advises where neither they nor the options say."""
+    from kimi_jax.decoding.batch import Batch
+    from kimi_jax.decoding.requests import Request
+
+    engine, thinking = opened.engine, not options.instant
     defaults = sampling_fields(opened.folder)
     if defaults.keys() - {name for name in SAMPLING_FIELDS if getattr(options, name) is not None}:
         told = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
@@ -226,77 +243,53 @@ def main(options: Options) -> None:
         thinking and not options.raw, engine.config.max_position_embeddings, context
     )
     wanted = [wanted_of(options, prompt, defaults) for prompt in prompts]
-    sampling, longest = wanted[0].sampling, max(each.max_new_tokens for each in wanted)
-    batch = min(len(prompts), options.batch or largest_batch(opened, context + longest))
-    limits = Limits(max_new_tokens=longest)
+    requests = [Request(row, *each) for row, each in zip(ids, wanted, strict=True)]
+    size = options.batch or largest_batch(opened, context + max(request.max_new_tokens for request in requests))
     draft = options.draft(drafter, options.synthetic_acceptance)
-    readers = [
-        Reader(
-            engine.tokenizer,
-            engine.stop_ids,
-            raw=options.raw,
-            thinking=thinking,
-            tools=prompt.tools,
-            stops=prompt.wishes.stop,
-        )
-        for prompt in prompts
-    ]
-    screen, report = Screen(prompts, readers), Report(len(prompts))
-    requests = [
-        Request(row, each.sampling, each.seed, each.max_new_tokens) for row, each in zip(ids, wanted, strict=True)
-    ]
-    trace = Trace(options.trace)
-    with status.status("compiling") as spinner:
-        for progress in generate_all(engine, requests, draft, batch, lambda index: readers[index].finished):
-            spinner.stop()
-            trace.dispatched()
-            arrived = zip(readers, progress.new_tokens, progress.finished, strict=True)
-            kept = [reader.push(new, finished) for reader, new, finished in arrived]
-            report.add(dataclasses.replace(progress, new_tokens=kept))
-            if not options.json:
-                screen.update()
-    if options.trace is not None:
-        status.print(trace.close(), style="dim", highlight=False)
+    return Batch.of(engine, draft, prompts, requests, size, raw=options.raw, thinking=thinking)
+
+
+def summarise(options: Options, opened: Opened, batch: "Batch", status: Console) -> dict[str, Any]:
+    """Does what is asked for after the texts, prints it, and gives the summary for JSON."""
+    from kimi_jax.parallel import processes
+    from kimi_jax.parallel.eplb import save_placements
+    from kimi_jax.profiling.live import dump_generation
+
+    engine, draft, sampling, limits, report = batch.engine, batch.draft, batch.sampling, batch.limits, batch.report
+    context, most, first = batch.context, limits.max_new_tokens, batch.ids[: batch.size]
     if options.xla_dump is not None:
         with status.status("compiling again for the dump"):
             dump_generation(
-                engine, opened.machine, opened.gpu.name, engine.next_programs(sampling, draft, ids[:batch], limits),
-                options.xla_dump, requests=batch, context=context,
-                new_tokens=longest,
+                engine, opened.machine, opened.gpu.name, engine.next_programs(sampling, draft, first, limits),
+                options.xla_dump, requests=batch.size, context=context, new_tokens=most,
             )  # fmt: skip
-    picks = engine.picks(draft, batch, context + longest)
+    picks = engine.picks(draft, batch.size, context + most)
     if options.verbose:
         status.print(f"{report.details()}; {', '.join(map(str, picks))}", style="dim", highlight=False)
         if draft.kind != "none":
             status.print(report.table())
-    shares: dict[str, Any] = {}
+    run = provenance(opened, draft, options.seed) | {"sampling": dataclasses.asdict(sampling)}
+    summary = report.as_dict() | {"ran": opened.where, "speculation": draft.kind, "run": run}
     if engine.rebalancer is not None:
         status.print(engine.rebalancer.summary(), style="dim", highlight=False)
-        shares["rebalancing"] = [dataclasses.asdict(move) for move in engine.rebalancer.moves]
+        summary["rebalancing"] = [dataclasses.asdict(move) for move in engine.rebalancer.moves]
         if options.save_placement is not None and processes.this().prints:
             save_placements(options.save_placement, list(engine.rebalancer.placements.values()))
-    automatic = engine.automatic(sampling, draft, batch, limits, context)
+    automatic = engine.automatic(sampling, draft, batch.size, limits, context)
     if automatic is not None:
-        shares["automatic_budget"] = automatic.as_dict()
+        summary["automatic_budget"] = automatic.as_dict()
     if options.time_parts:
         with status.status("timing the parts of a round"):
-            seconds = engine.part_seconds(ids[:batch], limits, sampling, draft)
-        shares["round_seconds_by_part"] = seconds
+            seconds = engine.part_seconds(first, limits, sampling, draft)
+        summary["round_seconds_by_part"] = seconds
         whole = sum(seconds.values())
         parts = ", ".join(f"{part} {time / whole:.0%}" for part, time in seconds.items())
         status.print(f"a round takes {1e3 * whole:.1f} ms: {parts}", style="dim", highlight=False)
     status.print(report.summary(), style="dim", highlight=False)
-    if (advice := advice_of(opened, options, batch, context + longest, report)) is not None:
+    if (advice := advice_of(opened, options, batch.size, context + most, report)) is not None:
         status.print(advice, style="dim", highlight=False)
-        shares["advice"] = advice
-    if options.json:
-        results = [
-            result(prompt, prompt_ids, reader) for prompt, prompt_ids, reader in zip(prompts, ids, readers, strict=True)
-        ]
-        run = provenance(opened, draft, options.seed) | {"sampling": dataclasses.asdict(sampling)}
-        summary = report.as_dict() | {"ran": opened.where, "speculation": draft.kind, "run": run} | shares
-        summary["implementations"] = [dataclasses.asdict(pick) for pick in picks]
-        print(as_json({"results": results, "summary": summary}))
+        summary["advice"] = advice
+    return summary | {"implementations": [dataclasses.asdict(pick) for pick in picks]}
 
 
 def largest_batch(opened: Opened, context: int) -> int:
@@ -330,20 +323,6 @@ def advice_of(opened: Opened, options: Options, batch: int, context: int, report
     from kimi_jax.estimator.advice import better
 
     return better(load_of(opened, batch, context), 1 + report.nodes_per_round)
-
-
-def result(prompt: Prompt, prompt_ids: list[int], reader: Reader) -> dict[str, Any]:
-    """One prompt's entry in the JSON output."""
-    return {
-        **({} if prompt.id is None else {"id": prompt.id}),
-        "prompt": prompt.text,
-        "prompt_tokens": len(prompt_ids),
-        "thinking": reader.response.thinking,
-        "text": reader.response.answer,
-        "tool_calls": [dataclasses.asdict(call) for call in reader.response.tool_calls],
-        "token_ids": reader.ids,
-        "finish_reason": reader.finish_reason,
-    }
 
 
 def run(args: Sequence[str], prog: str | None = None) -> None:
