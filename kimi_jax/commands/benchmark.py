@@ -16,14 +16,13 @@ from pathlib import Path
 
 import tyro
 from rich.console import Console
-from rich.table import Table
 
 from kimi_jax.commands.benchmark_gpu import gpu
 from kimi_jax.commands.options import Checkpoint, Drafter, DrafterOptions, Json, OptionalFile, dispatch
 from kimi_jax.commands.progress import bar_on, open_engine
 from kimi_jax.opening import BUNDLED_CHECKPOINT, drafter_of
 from kimi_jax.prompts import NO_WISHES, Prompt, encode, read_prompts
-from kimi_jax.tables import table_console
+from kimi_jax.tables import Column, left, right, show, table
 from kimi_jax.text_files import write_text
 from meshes.devices import use_cpu_if_no_gpu
 
@@ -100,16 +99,21 @@ def _speeds(options: SpeculationOptions, with_peers: bool) -> None:
         name = "peers" if with_peers else "speculation"
         print(json.dumps(record(name, f"{len(prompts)} prompts, batch 1; {opened.where}", rows)))
         return
-    table = Table(title=f"{len(prompts)} prompts, batch 1, {options.repeats} repeats; {opened.where}")
-    for name in ("decoder", "budget", "tokens/s", "±", "tokens a round", "round costs", "speed-up", "same text"):
-        table.add_column(name, justify="left" if name == "decoder" else "right")
-    for each in rows:
-        table.add_row(
-            each["decoder"], str(each["budget"] or ""), f"{each['tokens_per_second_median']:.1f}",
+    cells = [
+        (
+            each["decoder"], str(each["budget"] or ""), f"{each['tokens_per_second_median']:,.0f}",
             f"{each['spread']:.0%}", f"{each['acceptance_length']:.2f}", f"{each['round_cost']:.2f}×",
             f"{each['speed_up']:.2f}×", "yes" if each["same_text"] else "NO",
-        )  # fmt: skip
-    table_console().print(table)
+        )
+        for each in rows
+    ]  # fmt: skip
+    names = ("budget", "tokens/s", "±", "tokens a round", "round costs", "speed-up", "same text")
+    best = max(rows, key=lambda each: each["tokens_per_second_median"])
+    show(
+        f"Fastest: {best['decoder']} {best['budget'] or ''}".rstrip()
+        + f", {best['speed_up']:.2f} × {rows[0]['decoder']}; {opened.where}.",
+        table(f"{len(prompts)} prompts, batch 1, {options.repeats} repeats", (*left("decoder"), *right(*names)), cells),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,13 +151,13 @@ def scaling(options: ScalingOptions) -> None:
     if options.json:
         print(json.dumps(record("scaling", ran, rows)))
         return
-    table = Table(title=ran)
-    for name in rows[0]:
-        table.add_column(name.replace("_", " "), justify="left" if name in ("mesh", "layout") else "right")
-    for row in rows:
-        table.add_row(*(f"{cell:.1f}" if isinstance(cell, float) else f"{cell:,}" if isinstance(cell, int) else cell
-                        for cell in row.values()))  # fmt: skip
-    table_console().print(table)
+    columns = [Column(name.replace("_", " "), name not in ("mesh", "layout")) for name in rows[0]]
+    cells = [
+        [f"{cell:.1f}" if isinstance(cell, float) else f"{cell:,}" if isinstance(cell, int) else cell
+         for cell in row.values()]
+        for row in rows
+    ]  # fmt: skip
+    show(table(ran, columns, cells))
 
 
 def page(runs: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path]) -> None:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import tyro
 from rich.console import Console
-from rich.table import Table
 
 from kimi_jax.commands.options import (
     Count,
@@ -39,7 +38,7 @@ from kimi_jax.opening import Opened
 from kimi_jax.parallel import processes
 from kimi_jax.provenance import fingerprint, provenance
 from kimi_jax.standard_output import OutputConsole
-from kimi_jax.tables import table_console
+from kimi_jax.tables import left, right, show, table
 from kimi_jax.text_files import require_writable, whole_file, write_text
 from meshes.devices import simulate, use_cpu_if_no_gpu
 
@@ -158,16 +157,16 @@ def run_perplexity(options: PerplexityOptions) -> None:
         run = {"run": provenance(opened), "window": options.window, "stride": stride}
         print(json.dumps({**run, "texts": [result.as_dict() for result in results], "all": total.as_dict()}))
         return
-    table = Table(title=f"windows of {options.window} tokens, stride {stride}; {opened.where}")
-    for name in ("text", "tokens", "perplexity", "nats a token", "bits a byte"):
-        table.add_column(name, justify="left" if name == "text" else "right")
-    for result in [*results, *([total] if len(results) > 1 else [])]:
-        nats = result.nats / result.tokens
-        table.add_row(
-            result.name, f"{result.tokens:,}", f"{result.perplexity:,.4g}", f"{nats:.4f}",
-            f"{result.bits_per_byte:.4f}",
-        )  # fmt: skip
-    table_console().print(table)
+    rows = [
+        (each.name, f"{each.tokens:,}", f"{each.perplexity:,.4g}", f"{each.nats / each.tokens:.4f}",
+         f"{each.bits_per_byte:.4f}")
+        for each in [*results, *([total] if len(results) > 1 else [])]
+    ]  # fmt: skip
+    columns = (*left("text"), *right("tokens", "perplexity", "nats a token", "bits a byte"))
+    show(
+        f"Perplexity {total.perplexity:,.4g} over {total.tokens:,} tokens; {opened.where}.",
+        table(f"windows of {options.window} tokens, stride {stride}", columns, rows),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -240,29 +239,39 @@ def tasks_as_dict(plain: "dict[str, FamilyScore]", trees: "dict[int, dict[str, F
 def print_tasks(
     plain: "dict[str, FamilyScore]", trees: "dict[int, dict[str, FamilyScore]]", opened: Opened, batch: int
 ) -> None:
-    """One row a family: exact match is plain decoding's, and each tree's where it differs."""
+    """The answer in a line, and for each family a row of plain decoding and one of each tree."""
     from kimi_jax.evaluation.tasks import together, wilson
 
-    every = {**plain, "all": together(plain)}
-    drafted = {budget: {**scores, "all": together(scores)} for budget, scores in trees.items()}
-    table = Table(title=f"greedy, batches of {batch}, tokens/s without prefill; {opened.where}")
-    table.add_column("family")
-    names = ["exact match", "95 % interval", "tokens/s"]
-    for budget in trees:
-        names += [f"tree {budget}: exact match", "same answers", "tokens a round", "tokens/s", "speed-up"]
-    for name in names:
-        table.add_column(name, justify="right")
-    for family, score in every.items():
+    def interval(score: "FamilyScore") -> str:
         low, high = wilson(score.exact, score.prompts)
-        cells = [f"{score.exact_match:.1%}", f"{low:.1%} to {high:.1%}", rate(score.tokens_per_second)]
-        for scores in drafted.values():
-            other = scores[family]
-            same = sum(a == b for a, b in zip(score.answers, other.answers, strict=True))
-            cells += [f"{other.exact_match:.1%}", f"{same}/{other.prompts}", f"{other.acceptance:.2f}"]
-            before, after = score.tokens_per_second, other.tokens_per_second
-            cells += [rate(after), f"{after / before:.2f}×" if before and after else ""]
-        table.add_row(family, *cells, end_section=family == list(plain)[-1])
-    table_console().print(table)
+        return f"{low:.1%} to {high:.1%}"
+
+    ways = {name: {**scores, "all": together(scores)} for name, scores in ways_of(plain, trees).items()}
+    first = next(iter(ways.values()))
+    rows: list[tuple[str, ...] | None] = []
+    for family in first:
+        if family == "all":
+            rows.append(None)
+        for name, scores in ways.items():
+            base, score = first[family], scores[family]
+            same = sum(a == b for a, b in zip(base.answers, score.answers, strict=True))
+            before, after = base.tokens_per_second, score.tokens_per_second
+            drafted = score is not base
+            rows.append(
+                (family if not drafted else "", name, f"{score.exact_match:.1%}", interval(score),
+                 f"{same}/{score.prompts}" if drafted else "", f"{score.acceptance:.2f}" if drafted else "",
+                 rate(after), f"{after / before:.2f}×" if drafted and before and after else "")
+            )  # fmt: skip
+    columns = (
+        *left("family", "draft"),
+        *right("exact match", "95 % interval", "same answers", "tokens a round", "tokens/s", "speed-up"),
+    )
+    everything = first["all"]
+    show(
+        f"Exact match {everything.exact_match:.1%} ({interval(everything)}) over {everything.prompts} prompts; "
+        f"{opened.where}.",
+        table(f"greedy, batches of {batch}, tokens/s without prefill", columns, rows),
+    )
 
 
 def rate(tokens_per_second: float | None) -> str:
@@ -324,31 +333,32 @@ def run_compare(options: CompareOptions) -> None:
     if options.json:
         print(json.dumps({"first": first_run, "second": provenance(second), **result.as_dict()}))
         return
-    table = Table("", "first", "second", box=None, show_header=True, header_style="dim")
-    table.add_row("checkpoint", str(options.checkpoint), str(other.checkpoint))
-    table.add_row("ran", first_run["ran"], second.where)
-    out = table_console()
-    out.print(table)
-    figures = Table(title=f"{result.tokens} tokens of {len(sequences)} texts")
-    for name in ("KL mean", "KL largest", "same top token", "largest logit difference"):
-        figures.add_column(name, justify="right")
-    figures.add_row(
+    if result.first_layer is None:
+        verdict = f"No layer differs by more than {options.tolerance:g}."
+    else:
+        verdict = f"Layer {result.first_layer} is the first that differs by more than {options.tolerance:g}."
+    figures = (
         f"{result.kl_mean:.3g}", f"{result.kl_largest:.3g}", f"{result.top1_agreement:.2%}",
         f"{result.largest_logit_difference:.3g}",
     )  # fmt: skip
-    out.print(figures)
-    layers = Table(title="output of each layer: ‖second - first‖ / ‖first‖ of a token")
-    for name in ("layer", "mean", "largest", "text", "token"):
-        layers.add_column(name, justify="right")
-    for number, layer in enumerate(result.layers):
-        place = (str(layer.sequence + 1), str(layer.position)) if layer.largest else ("", "")
-        style = "bold red" if number == result.first_layer else ""
-        layers.add_row(str(number), f"{layer.mean:.3g}", f"{layer.largest:.3g}", *place, style=style)
-    out.print(layers)
-    if result.first_layer is None:
-        out.print(f"no layer differs by more than {options.tolerance:g}")
-    else:
-        out.print(f"layer {result.first_layer} is the first that differs by more than {options.tolerance:g}")
+    layers = [
+        (str(number), f"{layer.mean:.3g}", f"{layer.largest:.3g}",
+         *((str(layer.sequence + 1), str(layer.position)) if layer.largest else ("", "")))
+        for number, layer in enumerate(result.layers)
+    ]  # fmt: skip
+    show(
+        verdict,
+        f"First: {options.checkpoint}, {first_run['ran']}.",
+        f"Second: {other.checkpoint}, {second.where}.",
+        table(
+            f"{result.tokens} tokens of {len(sequences)} texts",
+            right("KL mean", "KL largest", "same top token", "largest logit difference"), [figures],
+        ),
+        table(
+            "output of each layer: ‖second - first‖ / ‖first‖ of a token",
+            right("layer", "mean", "largest", "text", "token"), layers,
+        ),
+    )  # fmt: skip
 
 
 def texts_of(options: CompareOptions, engine: "Engine") -> list[list[int]]:
