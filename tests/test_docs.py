@@ -77,7 +77,8 @@ class ParsedError(BaseException):
 
 
 @pytest.mark.parametrize("command", COMMAND_LINES)
-def test_the_options_are_those_of_the_command(command, monkeypatch):
+def test_the_options_are_those_of_the_command(command, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     name, *args = shlex.split(command)
     module = importlib.import_module(f"kimi_jax.commands.{name}")
 
@@ -88,10 +89,12 @@ def test_the_options_are_those_of_the_command(command, monkeypatch):
 
         return parsed
 
-    for key, value in list(vars(module).items()):
-        ours = inspect.isfunction(value) and value.__module__.startswith("kimi_jax.commands")
-        if ours and key != "run" and not value.__module__.endswith(".options"):
-            monkeypatch.setattr(module, key, stub(value))
+    tables = [value for value in vars(module).values() if isinstance(value, dict) and value is not module.__builtins__]
+    for table in [vars(module), *tables]:
+        for key, value in list(table.items()):
+            ours = inspect.isfunction(value) and value.__module__.startswith("kimi_jax.commands")
+            if ours and key != "run" and not value.__module__.endswith(".options"):
+                monkeypatch.setitem(table, key, stub(value))
     with pytest.raises((ParsedError, SystemExit)) as ended:
         module.run(args, f"kimi-jax {name}")
     assert ended.type is ParsedError or ended.value.code in (0, None)
