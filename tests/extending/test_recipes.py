@@ -76,6 +76,12 @@ def test_an_exchange_is_exact_and_sends_what_it_declares(recipe):
     assert len(want) == 3  # rows; slots and weights, which are alike; sums
 
 
+def test_an_exchange_is_an_option_of_the_commands(recipe, capsys):
+    recipe("exchange")
+    decode.run(["--mesh", "hgx-ib-16", "--exchange", "gather_all", "--explain"], "kimi-jax decode")
+    assert "gather_all" in capsys.readouterr().out
+
+
 def test_a_kernel_is_chosen_and_compared_with_the_reference(recipe):
     found = recipe("kernel")
     case = OPERATION.cases["one request"]
