@@ -62,7 +62,7 @@ def simulate(num_devices: int) -> list["Device"]:
     Must come before jax first touches a device. Asking again for as many or fewer is fine.
 
     Raises:
-        DeviceError: jax's backends have started with fewer devices.
+      DeviceError: jax's backends have started with fewer devices.
     """
     import jax
 
@@ -91,7 +91,7 @@ def select_devices(preset: Preset, *, simulated: bool | None = None, num_process
     num_processes: of `jax.distributed`, each of which simulates its share of the devices.
 
     Raises:
-        DeviceError: too few GPUs, GPUs of another kind, or a number of processes that does not divide the devices.
+      DeviceError: too few GPUs, GPUs of another kind, or a number of processes that does not divide the devices.
     """
     needed = preset.layout.num_devices
     if simulated is None:
@@ -127,7 +127,7 @@ def build_mesh(preset: Preset, devices: Sequence["Device"]) -> "jax.sharding.Mes
     Devices beyond the layout's number are left out.
 
     Raises:
-        DeviceError: fewer devices than the layout has.
+      DeviceError: fewer devices than the layout has.
     """
     import jax
 

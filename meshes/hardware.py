@@ -227,7 +227,7 @@ def gpu(name: str) -> GPU:
     """Look a GPU up by its short name, such as `b300`.
 
     Raises:
-        ValueError: the name is not in the table; the message lists what is.
+      ValueError: the name is not in the table; the message lists what is.
     """
     key = name.lower()
     if key not in GPUS:

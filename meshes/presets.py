@@ -114,7 +114,7 @@ class Preset:
         """Put another layout on the same machine.
 
         Raises:
-            LayoutError: it needs more GPUs than the machine has.
+          LayoutError: it needs more GPUs than the machine has.
         """
         if layout.num_devices > self.topology.num_gpus:
             raise LayoutError(
@@ -129,7 +129,7 @@ class Preset:
         """Override axes as `with_axes` does, and other fields of the layout by name; None keeps the preset's.
 
         Raises:
-            LayoutError: as `with_axes`, or a value that a field does not take.
+          LayoutError: as `with_axes`, or a value that a field does not take.
         """
         machine = self.with_axes(dp, ep, tp)
         chosen: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
@@ -141,8 +141,8 @@ class Preset:
         The layout may use fewer GPUs than the machine has.
 
         Raises:
-            LayoutError: a size below 1, or a layout that needs more GPUs than the machine has; the message names the
-              layouts that fit.
+          LayoutError: a size below 1, or a layout that needs more GPUs than the machine has; the message names the
+            layouts that fit.
         """
         given = {axis: size for axis, size in zip(AXES, (dp, ep, tp), strict=True) if size is not None}
         layout = replace(self.layout, **given)
@@ -218,7 +218,7 @@ def preset(name: str) -> Preset:
     """Look a preset up: `local`, `hgx-ib` (16 GPUs), `hgx-ib-N`, `nvl36` or `nvl72`.
 
     Raises:
-        LayoutError: no such machine; the message names those that exist.
+      LayoutError: no such machine; the message names those that exist.
     """
     name = "hgx-ib-16" if name == "hgx-ib" else name
     if name in PRESETS:

@@ -34,7 +34,7 @@ def check_dimensions(layout: Layout, dimensions: Sequence[Dimension]) -> None:
     """Refuse a layout that does not divide what it must.
 
     Raises:
-        LayoutError: naming each dimension that tp does not divide, the tp sizes that work and the nearest layouts.
+      LayoutError: naming each dimension that tp does not divide, the tp sizes that work and the nearest layouts.
     """
     bad = [f"{dimension.name} {dimension.size}" for dimension in dimensions if not dimension.fits(layout)]
     if bad:

@@ -28,7 +28,7 @@ def target(gpu_name: str) -> str:
     """Describe a GPU as the text of XLA's `GpuTargetConfigProto`, from the facts in `meshes.hardware`.
 
     Raises:
-        ValueError: unknown GPU, or one that programs are not compiled for; the message lists the targets.
+      ValueError: unknown GPU, or one that programs are not compiled for; the message lists the targets.
     """
     card = gpu(gpu_name)
     if card.name not in TARGETS:
@@ -70,8 +70,8 @@ def topology_devices(preset: Preset, gpu_name: str) -> list["Device"]:
     Nothing can run on them. They work on a machine without a GPU if jax's CUDA plugin is installed.
 
     Raises:
-        LayoutError: the preset's machine does not exist with this GPU.
-        RuntimeError: the CUDA plugin is missing.
+      LayoutError: the preset's machine does not exist with this GPU.
+      RuntimeError: the CUDA plugin is missing.
     """
     config = target(gpu_name)
     preset.check_gpu(gpu_name.lower())

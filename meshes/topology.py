@@ -58,7 +58,7 @@ def axis_span(axis_sizes: dict[str, int], axes: tuple[str, ...], topology: Topol
     `axis_sizes` lists all mesh axes, outermost first. The group with the most domains counts.
 
     Raises:
-        ValueError: an axis is not in the mesh.
+      ValueError: an axis is not in the mesh.
     """
     for axis in axes:
         if axis not in axis_sizes:

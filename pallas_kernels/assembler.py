@@ -38,7 +38,7 @@ class Assembled:
     spill_store_bytes: int
     spill_load_bytes: int
     shared_bytes: int | None = None
-    """Of a block, asked for at launch; None where the program does not say."""
+    """Shared memory of a block in bytes, asked for at launch; None where the program does not say."""
 
 
 def read(text: str) -> tuple[Assembled, ...]:

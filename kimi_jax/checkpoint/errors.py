@@ -3,7 +3,7 @@
 from pathlib import Path
 
 UNFINISHED_SUFFIX = ".incomplete"
-"""Of a folder's name until it is complete."""
+"""End of a folder's name until the folder is complete."""
 UNFINISHED_NAME = "INCOMPLETE"
 """File of a folder until it is complete, whatever the folder is called."""
 

@@ -59,7 +59,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        """In one line."""
+        """The case in one line."""
 
         def many(count: int, what: str) -> str:
             return f"{count} {what}{'s' if count > 1 else ''}"

@@ -56,7 +56,7 @@ class Live:
 
     @property
     def median_seconds(self) -> float:
-        """Of a round."""
+        """Seconds of the median measured round."""
         return statistics.median(self.round_seconds)
 
     def as_dict(self) -> dict[str, Any]:

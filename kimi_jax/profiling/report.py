@@ -45,7 +45,7 @@ class Holdings:
 
     @property
     def total(self) -> float:
-        """All of it, the reserve included."""
+        """Bytes of all that a device holds, the reserve included."""
         state = self.cache + self.context + self.other_state
         return sum(self.weights.values()) + state + self.temporaries + self.reserve
 

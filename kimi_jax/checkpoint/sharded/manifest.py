@@ -114,7 +114,7 @@ def array_name(path: declared.Path) -> str:
 
 
 def chunk_key(number: tuple[int, ...]) -> str:
-    """Of a chunk in the checksums, from its number along each axis."""
+    """Key of a chunk in the checksums, from its number along each axis."""
     return ",".join(map(str, number))
 
 

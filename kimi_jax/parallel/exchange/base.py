@@ -47,7 +47,7 @@ class Traffic:
 
     layout: Layout
     rows: int
-    """Of a device."""
+    """Rows of one device."""
     row_bytes: float
     """Of one row on its way to an expert."""
     sum_bytes: float
