@@ -31,6 +31,7 @@ from meshes.devices import build_mesh
 from meshes.presets import preset
 
 jax.config.update("jax_num_cpu_devices", 72)
+assert len(jax.devices()) == 72  # started now: a test that opens a smaller machine would start fewer for all
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # a run's processes and commands share what they compile, in a folder
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="kimi_jax_tests_")  # that goes with the run
