@@ -23,7 +23,7 @@ NEARLY = 0.98
 PROBE_ROUNDS = 2
 """Rounds of a dispatch that only finds out how good the drafts are."""
 PROBE_EVERY = 16
-"""Plain dispatches after which drafts are tried again."""
+"""Plain dispatches, or plain batches, after which drafts are tried again."""
 HALF_LIFE = 64
 """Rounds, over all requests, after which a measured round counts half."""
 PRIOR_ROUNDS = 4
@@ -35,7 +35,7 @@ class RoundCosts:
     """What a round costs by the rows it verifies for each request, for a fixed number of requests."""
 
     microseconds: Mapping[int, float]
-    """By rows, the root included: 1 is a round without a draft. Row counts that are absent are not chosen."""
+    """By rows, the root included: 1 is plain decoding. Row counts that are absent are not chosen."""
     source: Literal["measured", "estimated"]
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class AutomaticBudget:
         self.costs, self._block = costs, block
         self._rounds = 0.0 if prior is None else float(PRIOR_ROUNDS)
         self._tokens = 0.0 if prior is None else prior * PRIOR_ROUNDS
-        self._plain_dispatches = 0
+        self._plain_dispatches = self._plain_batches = 0
 
     @property
     def acceptance(self) -> float | None:
@@ -74,6 +74,25 @@ class AutomaticBudget:
             return 1.0
         return min(self._block - (self._block - self.acceptance) * _shrink(rows), rows)
 
+    def begin(self) -> bool:
+        """Whether a new batch keeps what drafts need: a batch that does not decodes plainly, at no cost, to its end.
+
+        It does where nothing is known of the drafter, where drafts pay, and once in PROBE_EVERY batches all the same.
+        """
+        if self.acceptance is None or self._best() > 1:
+            self._plain_batches = 0
+            return True
+        self._plain_batches += 1
+        if self._plain_batches < PROBE_EVERY:
+            return False
+        self._plain_batches, self._plain_dispatches = 0, PROBE_EVERY
+        return True
+
+    def _best(self) -> int:
+        """The fewest rows that nearly reach the best speed."""
+        speed = {rows: self.expected(rows) / cost for rows, cost in sorted(self.costs.microseconds.items())}
+        return next(rows for rows in speed if speed[rows] >= NEARLY * max(speed.values()))
+
     def next(self, rounds: int) -> tuple[int, int]:
         """Rows of the next dispatch, and its rounds where `rounds` are wanted: a probe takes few."""
         drafts = [rows for rows in self.costs.microseconds if rows > 1]
@@ -81,8 +100,7 @@ class AutomaticBudget:
             return 1, rounds
         if self._plain_dispatches >= (1 if self.acceptance is None else PROBE_EVERY):
             return min(drafts), min(rounds, PROBE_ROUNDS)
-        speed = {rows: self.expected(rows) / cost for rows, cost in sorted(self.costs.microseconds.items())}
-        return next(rows for rows in speed if speed[rows] >= NEARLY * max(speed.values())), rounds
+        return self._best(), rounds
 
     def observe(self, rows: int, rounds: int, tokens: int) -> None:
         """Learns from a dispatch: its rounds, added up over the requests, and the tokens that they emitted."""

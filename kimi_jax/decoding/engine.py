@@ -143,10 +143,19 @@ class Engine:
             if self.costs is not None:
                 costs = self.costs(requests, longest + limits.max_new_tokens)
             else:
-                costs = measure_rounds(programs, self.parameters, requests, longest, limits)
+                costs = measure_rounds(self.programs(sampling), programs, self.parameters, requests, longest, limits)
             config = self.drafter.config
             self._automatic[key] = AutomaticBudget(costs, config.block_size, config.acceptance_length)
         return self._automatic[key]
+
+    def begin(
+        self, sampling: Sampling, draft: Draft, requests: int, limits: Limits, longest: int
+    ) -> tuple[Programs, AutomaticBudget | None]:
+        """The programs of a new batch, and what picks their rows; plain ones where drafts are not expected to pay."""
+        automatic = self.automatic(sampling, draft, requests, limits, longest)
+        if automatic is not None and not automatic.begin():
+            return self.programs(sampling), None
+        return self.programs(sampling, draft), automatic
 
     def next_programs(
         self, sampling: Sampling, draft: Draft, prompts: Sequence[Sequence[int]], limits: Limits
@@ -180,10 +189,10 @@ class Engine:
         seeds = one_each("seeds", seed, len(prompts))
         ways = (self.layout, np.dtype(self.dtype).name, limits, sampling, seeds, samples, draft)
         require_agreement("prompts or options", (prompts, *ways))
-        programs = self.programs(sampling, draft)
         # On GPUs float32 matrix products would be rounded to TF32 otherwise; bfloat16 ones do not change.
         with jax.default_matmul_precision("highest"):
-            automatic = self.automatic(sampling, draft, len(prompts), limits, max(map(len, prompts), default=1))
+            longest = max(map(len, prompts), default=1)
+            programs, automatic = self.begin(sampling, draft, len(prompts), limits, longest)
             for progress in generate(
                 programs, self.parameters, prompts, limits, seeds, self.rebalancer, samples, automatic
             ):

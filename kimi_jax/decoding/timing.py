@@ -4,7 +4,6 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -25,22 +24,25 @@ times the last: doubled rows bring about a tenth more tokens."""
 
 
 def measure_rounds(
-    programs: Programs, parameters: Parameters, requests: int, longest: int, limits: Limits
+    plain: Programs, drafting: Programs, parameters: Parameters, requests: int, longest: int, limits: Limits
 ) -> RoundCosts:
     """Times a round of each row count that may pay, on empty texts of `longest` tokens; process 0's times count.
 
     Dispatches are those that `generate` makes for as many prompts, so nothing is compiled that decoding would not use.
+
+    Args:
+      plain, drafting: programs without drafts, for one row, and those with them, for more.
     """
-    parameters = {name: parameters[name] for name in programs.needs}
-    padded = -(-requests // programs.request_multiple) * programs.request_multiple
+    padded = -(-requests // plain.request_multiple) * plain.request_multiple
     keys, budgets = request_keys([0] * padded, [0] * padded), [limits.max_new_tokens] * padded
 
-    def seconds(decode: Callable[..., Any]) -> float:
+    def seconds(programs: Programs) -> float:
+        needed = {name: parameters[name] for name in programs.needs}
         lengths = host_arrays.place(np.full(padded, longest, np.int32), programs.mesh, REQUESTS)
         state = dataclasses.replace(start(programs, keys, budgets, longest, limits), lengths=lengths)
         state = jax.block_until_ready(state)
         started = time.perf_counter()
-        _, snapshot = decode(parameters, state, np.int32(limits.rounds_per_dispatch))
+        _, snapshot = programs.decode(needed, state, np.int32(limits.rounds_per_dispatch))
         rounds = int(snapshot.rounds.max())
         return (time.perf_counter() - started) / max(rounds, 1)
 
@@ -50,9 +52,9 @@ def measure_rounds(
             (before, less), (last, most) = [*times.items()][-2:]
             if most + (most - less) / (last - before) * (rows - last) > DEAREST_GROWTH * most:
                 break
-        decode = programs.with_rows(rows).decode
-        seconds(decode)  # compiles
-        times[rows] = host_arrays.of_process_0(min(seconds(decode) for _ in range(REPEATS)))
+        programs = plain if rows == 1 else drafting.with_rows(rows)
+        seconds(programs)  # compiles
+        times[rows] = host_arrays.of_process_0(min(seconds(programs) for _ in range(REPEATS)))
     return RoundCosts({rows: 1e6 * time for rows, time in times.items()}, "measured")
 
 

@@ -77,14 +77,13 @@ def measure_speculation(
     lengths = [0.0 for _ in drafts]
     for repeat in range(repeats + 1):
         for kind, draft in enumerate(drafts):
-            programs = engine.programs(Sampling(), draft)
-            parameters: Parameters = {name: engine.parameters[name] for name in programs.needs}
             tokens = seconds = 0.0
             rounds = 0
             texts[kind] = []
             for prompt in prompts:
                 with jax.default_matmul_precision("highest"):
-                    automatic = engine.automatic(Sampling(), draft, 1, limits, longest)
+                    programs, automatic = engine.begin(Sampling(), draft, 1, limits, longest)
+                    parameters: Parameters = {name: engine.parameters[name] for name in programs.needs}
                     state = jax.block_until_ready(prefill(programs, parameters, [prompt], limits))
                     started, snapshot = time.perf_counter(), None
                     while snapshot is None or not snapshot.finished.all():

@@ -48,6 +48,15 @@ def test_drafts_that_stop_paying_are_left_and_tried_again():
     assert set(drive(automatic, drafted=7, rounds=1200)[-5:]) == {8}, "probes find a better text"
 
 
+def test_a_batch_that_drafts_would_slow_down_keeps_nothing_for_them():
+    automatic = AutomaticBudget(STEEP, BLOCK, prior=2.0)
+    begun = [automatic.begin() for _ in range(3 * PROBE_EVERY)]
+    assert begun == ([False] * (PROBE_EVERY - 1) + [True]) * 3, "one in PROBE_EVERY batches tries again"
+    assert automatic.next(8) == (8, PROBE_ROUNDS)
+    assert AutomaticBudget(STEEP, BLOCK, prior=6.4).begin()
+    assert AutomaticBudget(STEEP, BLOCK).begin(), "nothing is known of the drafter"
+
+
 def test_acceptance_is_told_for_the_smallest_tree_whatever_was_verified():
     automatic = AutomaticBudget(FLAT, BLOCK, prior=None)
     automatic.observe(32, 100, round(100 * (8 - 5 * 0.87**2)))
