@@ -181,6 +181,26 @@ def shift(left: bool) -> Callable[..., Run]:
     return entry
 
 
+def extract(decoder: Decoder, instruction: Instruction, rest: tuple[str, ...]) -> Run:
+    """`bfe`: some bits from a place on, then zeros, or the sign: that of the last bit, or of the whole past its end."""
+    kind, width, signed = kind_of(rest[-1]), int(rest[-1][1:]), rest[-1].startswith("s")
+    destination, source = (
+        f(o, kind) for f, o in zip((decoder.write, decoder.read), instruction.operands, strict=False)
+    )
+    place, count = (decoder.read(o, U32) for o in instruction.operands[2:4])
+
+    def run(t: Any, where: Any) -> None:
+        x, at, wanted = t[kind][source], t[U32][place] & 0xFF, t[U32][count] & 0xFF
+        there = np.minimum(wanted, width - np.minimum(at, width))  # bits of the source among those
+        kept = np.maximum(there, 1)
+        up, down = (n.astype(x.dtype) for n in (width - kept - np.minimum(at, width - kept), width - kept))
+        past = x >> np.array(width - 1, x.dtype) if signed else np.zeros_like(x)
+        result = np.where(there > 0, x << up >> down, past)
+        np.copyto(t[kind][destination], np.where(wanted > 0, result, 0), where=where)
+
+    return run
+
+
 def multiply(decoder: Decoder, instruction: Instruction, rest: tuple[str, ...]) -> Run:
     """`mul` and `mad` of integers, with `.lo`, `.hi` or `.wide`; of floats as every other operation."""
     adds = instruction.parts[0] == "mad"
@@ -403,6 +423,7 @@ TABLE = {
         "mov": mov,
         "shl": shift(True),
         "shr": shift(False),
+        "bfe": extract,
         "setp": setp,
         "selp": selp,
         "lop3": lop3,

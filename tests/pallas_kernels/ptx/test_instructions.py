@@ -30,6 +30,13 @@ def byte_permute(a, b, selector):
     return sum((source[c & 7] if c < 8 else 255 * (source[c & 7] >> 7)) << 8 * i for i, c in enumerate(chosen))
 
 
+def extracted(a, place, count, is_signed):
+    """The manual's loop over the bits."""
+    place, count = place & 255, count & 255
+    sign = a >> min(place + count - 1, 31) & 1 if is_signed and count else 0
+    return sum((a >> place + i & 1 if i < count and place + i <= 31 else sign) << i for i in range(32))
+
+
 INTEGERS = {
     "add.s32 %r9, %r0, %r1": lambda a, b, c: a + b,
     "sub.s32 %r9, %r0, %r1": lambda a, b, c: a - b,
@@ -54,6 +61,12 @@ INTEGERS = {
     "lop3.b32 %r9, %r0, %r1, %r2, 0x1B": lambda a, b, c: sum(
         (0x1B >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i for i in range(32)
     ),
+    "bfe.u32 %r9, %r0, 5, 9": lambda a, b, c: a >> 5 & 0x1FF,
+    "bfe.u32 %r9, %r0, 28, 9": lambda a, b, c: a >> 28,
+    "bfe.u32 %r9, %r0, %r1, %r2": lambda a, b, c: extracted(a, b, c, False),
+    "bfe.s32 %r9, %r0, 0, 29": lambda a, b, c: signed(a << 3 & M - 1) >> 3 & M - 1,
+    "bfe.s32 %r9, %r0, %r1, %r2": lambda a, b, c: extracted(a, b, c, True),
+    "mov.b64 %d9, {%r0, %r1}; bfe.u64 %d9, %d9, 4, 14; cvt.u32.u64 %r9, %d9": lambda a, b, c: a >> 4 & 0x3FFF,
     "prmt.b32 %r9, %r0, %r1, 0x3210": lambda a, b, c: a,
     "prmt.b32 %r9, %r0, %r1, 0x5410": lambda a, b, c: a & 0xFFFF | (b & 0xFFFF) << 16,
     "prmt.b32 %r9, %r0, %r1, %r2": byte_permute,
