@@ -37,7 +37,7 @@ def measure_rounds(
     keys, budgets = request_keys([0] * padded, [0] * padded), [limits.max_new_tokens] * padded
 
     def seconds(programs: Programs) -> float:
-        needed = {name: parameters[name] for name in programs.needs}
+        needed: Parameters = {name: parameters[name] for name in programs.needs}
         lengths = host_arrays.place(np.full(padded, longest, np.int32), programs.mesh, REQUESTS)
         state = dataclasses.replace(start(programs, keys, budgets, longest, limits), lengths=lengths)
         state = jax.block_until_ready(state)
