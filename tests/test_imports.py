@@ -29,7 +29,7 @@ LAYERS = (
     {"compilation_cache"},
     {
         *("estimator", "profiling", "evaluation", "training", "doctor", "opening", "gpu_check"),
-        *("commands.options", "commands.errors", "commands.progress", "provenance"),
+        *("commands.defaults", "commands.options", "commands.errors", "commands.progress", "provenance"),
     },
     {"commands"},
 )

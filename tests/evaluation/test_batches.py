@@ -57,8 +57,8 @@ def test_a_batch_ends_when_all_its_texts_have_met_a_stop_string(engines, texts, 
     dispatches = []
     real = type(engine).generate
 
-    def counted(*arguments):
-        for step in real(*arguments):
+    def counted(*arguments, **options):
+        for step in real(*arguments, **options):
             dispatches.append(step)
             yield step
 
@@ -77,7 +77,7 @@ def test_a_long_prompt_loses_its_beginning(engines, texts):
     new = engine.config.max_position_embeddings - room
     monkey = []
 
-    def generate(self, prompts, *_):
+    def generate(self, prompts, *_, **options):
         monkey.append(prompts)
         return iter(())
 

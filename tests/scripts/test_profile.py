@@ -30,7 +30,9 @@ def profile(*arguments: object) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     config = json.loads(resources.files("kimi_jax").joinpath("assets", "k26_config.json").read_text())
-    config["text_config"] |= SMALL
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}  # the real ones are beyond the small vocabulary
+    config["text_config"] |= SMALL | ids
+    config |= ids
     path = tmp_path_factory.mktemp("small") / "config.json"
     path.write_text(json.dumps(config))
     return path
