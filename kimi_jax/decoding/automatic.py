@@ -20,6 +20,8 @@ SHRINK = 0.87
 of DDTree (arXiv 2604.12989) and on the bundled model."""
 NEARLY = 0.98
 """The fewest rows are taken that reach this share of the best speed: neither costs nor acceptance are known better."""
+STAY = 0.9
+"""The rows of the last dispatch are kept while they reach this share of the best speed: others may want compiling."""
 PROBE_ROUNDS = 2
 """Rounds of a dispatch that only finds out how good the drafts are."""
 PROBE_EVERY = 16
@@ -62,6 +64,7 @@ class AutomaticBudget:
         self._rounds = 0.0 if prior is None else float(PRIOR_ROUNDS)
         self._tokens = 0.0 if prior is None else prior * PRIOR_ROUNDS
         self._plain_dispatches = self._plain_batches = 0
+        self._last: int | None = None
 
     @property
     def acceptance(self) -> float | None:
@@ -89,9 +92,12 @@ class AutomaticBudget:
         return True
 
     def _best(self) -> int:
-        """The fewest rows that nearly reach the best speed."""
+        """The last dispatch's rows, or where they are much slower the fewest that nearly reach the best speed."""
         speed = {rows: self.expected(rows) / cost for rows, cost in sorted(self.costs.microseconds.items())}
-        return next(rows for rows in speed if speed[rows] >= NEARLY * max(speed.values()))
+        most = max(speed.values())
+        if self._last is not None and speed[self._last] >= STAY * most:
+            return self._last
+        return next(rows for rows in speed if speed[rows] >= NEARLY * most)
 
     def next(self, rounds: int) -> tuple[int, int]:
         """Rows of the next dispatch, and its rounds where `rounds` are wanted: a probe takes few."""
@@ -100,7 +106,8 @@ class AutomaticBudget:
             return 1, rounds
         if self._plain_dispatches >= (1 if self.acceptance is None else PROBE_EVERY):
             return min(drafts), min(rounds, PROBE_ROUNDS)
-        return self._best(), rounds
+        self._last = self._best()
+        return self._last, rounds
 
     def observe(self, rows: int, rounds: int, tokens: int) -> None:
         """Learns from a dispatch: its rounds, added up over the requests, and the tokens that they emitted."""

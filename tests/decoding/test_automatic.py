@@ -57,6 +57,14 @@ def test_a_batch_that_drafts_would_slow_down_keeps_nothing_for_them():
     assert AutomaticBudget(STEEP, BLOCK).begin(), "nothing is known of the drafter"
 
 
+def test_rows_stay_where_others_are_little_better():
+    automatic = AutomaticBudget(FLAT, BLOCK, prior=4.0)
+    assert automatic.next(8) == (16, 8)
+    automatic.observe(16, 8, 60)
+    assert AutomaticBudget(FLAT, BLOCK, prior=automatic.acceptance).next(8) == (8, 8), "what a new start would take"
+    assert automatic.next(8) == (16, 8), "but it is no tenth better"
+
+
 def test_acceptance_is_told_for_the_smallest_tree_whatever_was_verified():
     automatic = AutomaticBudget(FLAT, BLOCK, prior=None)
     automatic.observe(32, 100, round(100 * (8 - 5 * 0.87**2)))
