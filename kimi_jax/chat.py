@@ -226,11 +226,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def parse(
-    ids: Iterable[int],
-    tokenizer: Tokenizer,
-    *,
-    thinking: bool = True,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    ids: Iterable[int], tokenizer: Tokenizer, *, thinking: bool = True, tools: Sequence[Mapping[str, Any]] | None = None
 ) -> Response:
     """Thinking, answer and tool calls of generated `ids`.
 

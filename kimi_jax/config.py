@@ -104,10 +104,7 @@ def _yarn_magnitude(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-ROPE_FIELDS = {
-    "default": (),
-    "yarn": tuple(field.name for field in dataclasses.fields(Yarn)),
-}
+ROPE_FIELDS = {"default": (), "yarn": tuple(field.name for field in dataclasses.fields(Yarn))}
 """Types of rotary embedding that are implemented, and their fields."""
 
 

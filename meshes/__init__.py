@@ -2,15 +2,7 @@
 
 from meshes.devices import DeviceError, Devices, build_mesh, select_devices, simulate, use_cpu_if_no_gpu
 from meshes.hardware import GPU, GPUS, Link, gpu
-from meshes.presets import (
-    AXES,
-    PRESETS,
-    Layout,
-    LayoutError,
-    Preset,
-    expert_slots,
-    preset,
-)
+from meshes.presets import AXES, PRESETS, Layout, LayoutError, Preset, expert_slots, preset
 from meshes.targets import TARGETS, target, topology_devices
 from meshes.topology import AxisSpan, Topology, axis_span
 

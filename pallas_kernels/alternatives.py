@@ -45,7 +45,4 @@ def dot_product_attention(
     return out[..., : cache_latent.shape[-1]]
 
 
-ALTERNATIVES: dict[str, Callable[..., jax.Array]] = {
-    "int4_moe": ragged_dot,
-    "tree_attention": dot_product_attention,
-}
+ALTERNATIVES: dict[str, Callable[..., jax.Array]] = {"int4_moe": ragged_dot, "tree_attention": dot_product_attention}

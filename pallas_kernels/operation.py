@@ -333,10 +333,7 @@ def check(
 
 
 def self_check(
-    operation: Operation,
-    device: Device | None = None,
-    *,
-    interpret: "plgpu.InterpretGPUParams | None" = None,
+    operation: Operation, device: Device | None = None, *, interpret: "plgpu.InterpretGPUParams | None" = None
 ) -> list[Checked]:
     """Compares every implementation for this device with the reference, before anything relies on them.
 

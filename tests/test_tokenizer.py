@@ -174,10 +174,7 @@ def test_broken_vocabulary_is_refused_with_its_line(directory, tmp_path, change,
     [
         (lambda config: config.pop("added_tokens_decoder"), "no usable 'added_tokens_decoder'"),
         (lambda config: config.update(added_tokens_decoder={"x": {"content": "a"}}), "no usable"),
-        (
-            lambda config: config["added_tokens_decoder"].update({"5": {"content": "<x>"}}),
-            "'<x>' has id 5, outside",
-        ),
+        (lambda config: config["added_tokens_decoder"].update({"5": {"content": "<x>"}}), "'<x>' has id 5, outside"),
         (lambda config: config["added_tokens_decoder"].update({"9999": {"content": "<x>"}}), "has id 9999, outside"),
         (
             lambda config: config["added_tokens_decoder"].update({"400": {"content": "<think>"}}),

@@ -57,10 +57,7 @@ def walk(tree: DraftTree, next_tokens: Int[Array, " rows"]) -> Acceptance:
 
 
 def emit(
-    tokens: Int[Array, " steps"],
-    length: Int[Array, ""],
-    stop_ids: Int[Array, " stops"],
-    remaining: Int[Array, ""],
+    tokens: Int[Array, " steps"], length: Int[Array, ""], stop_ids: Int[Array, " stops"], remaining: Int[Array, ""]
 ) -> Emission:
     """Cuts a round's new tokens after the first stop token and at `remaining`.
 

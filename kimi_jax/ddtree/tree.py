@@ -98,11 +98,7 @@ class _Packing(NamedTuple):
 
 
 def build_tree(
-    log_probs: Float[Array, "depth vocab"],
-    budget: int,
-    *,
-    root: Int[Array, ""] | int = 0,
-    keep_chain: bool = False,
+    log_probs: Float[Array, "depth vocab"], budget: int, *, root: Int[Array, ""] | int = 0, keep_chain: bool = False
 ) -> DraftTree:
     """The best `budget` prefixes of independent positions; `jax.vmap` over requests.
 
@@ -253,10 +249,7 @@ def top_log_probs(
     last = logits.ndim - 1
     values, ids, total = (all_gather(x, axis, dimension=last) for x in (values, ids, total))
     values, order = lax.top_k(values, min(k, values.shape[-1]))
-    return (
-        values - jax.nn.logsumexp(total, axis=-1, keepdims=True),
-        jnp.take_along_axis(ids, order, axis=-1),
-    )
+    return (values - jax.nn.logsumexp(total, axis=-1, keepdims=True), jnp.take_along_axis(ids, order, axis=-1))
 
 
 def largest(x: Float[Array, "*batch n"]) -> tuple[Int[Array, "*batch"], Float[Array, "*batch"]]:

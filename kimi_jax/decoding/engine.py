@@ -272,11 +272,7 @@ class Engine:
         )  # fmt: skip
 
     def part_seconds(
-        self,
-        prompts: Sequence[Sequence[int]],
-        limits: Limits,
-        sampling: Sampling,
-        draft: Draft = PLAIN,
+        self, prompts: Sequence[Sequence[int]], limits: Limits, sampling: Sampling, draft: Draft = PLAIN
     ) -> dict[str, float]:
         """Seconds of a round by part; see `decoding.timing`."""
         programs = self.next_programs(sampling, draft, prompts, limits)

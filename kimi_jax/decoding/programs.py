@@ -276,10 +276,7 @@ class Programs:
         """One forward over the tree's rows; only the accepted path leaves it."""
         active = ~state.finished
         rows = Rows(
-            tree.tokens,
-            state.lengths[:, None] + tree.depths,
-            tree.ancestors & active[:, None, None],
-            state.lengths,
+            tree.tokens, state.lengths[:, None] + tree.depths, tree.ancestors & active[:, None, None], state.lengths
         )
         output, counted = self._forward(model, rows, state, speculation)
         drawn, finite = self._draw(model, state, output.hidden, rows.positions)
@@ -328,10 +325,7 @@ class Programs:
         columns = jnp.where(steps < emission.count[:, None], state.counts[:, None] + steps, state.emitted.shape[1])
         emitted = state.emitted.at[jnp.arange(tokens.shape[0])[:, None], columns].set(tokens, mode="drop")
         return dataclasses.replace(
-            state,
-            emitted=emitted,
-            counts=state.counts + emission.count,
-            finished=state.finished | emission.finished,
+            state, emitted=emitted, counts=state.counts + emission.count, finished=state.finished | emission.finished
         )
 
     def _draw(self, model: CausalLM, state: DecodeState, hidden: Array, positions: Array) -> tuple[Array, Array]:

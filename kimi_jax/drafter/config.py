@@ -98,11 +98,7 @@ class DrafterConfig:
 
     @classmethod
     def from_dict(
-        cls,
-        raw: Mapping[str, Any],
-        *,
-        draft_window: int = DEFAULT_DRAFT_WINDOW,
-        attention_factor: float | None = None,
+        cls, raw: Mapping[str, Any], *, draft_window: int = DEFAULT_DRAFT_WINDOW, attention_factor: float | None = None
     ) -> "DrafterConfig":
         """Builds the configuration from a parsed config.json.
 

@@ -102,13 +102,7 @@ def _bisect(function: Callable[[float], float], target: float, low: float, high:
 
 @functools.lru_cache(maxsize=64)
 def constant(
-    rate: float,
-    max_depth: int,
-    *,
-    sibling_share: float,
-    unsure_rate: float,
-    after_sibling: float,
-    name: str = "",
+    rate: float, max_depth: int, *, sibling_share: float, unsure_rate: float, after_sibling: float, name: str = ""
 ) -> Acceptance:
     """The same mean hit rate at every position, which is sure in some places and unsure in others.
 

@@ -51,11 +51,7 @@ def pareto_picture(machine: Preset, scenario: Scenario, concurrencies: Sequence[
     # Only layouts that are best somewhere: the others lie behind them.
     best = {str(e.scenario.preset.layout) for e in search.pareto(e for front in fronts.values() for e in front)}
     series = tuple(
-        Series(
-            name,
-            tuple(e.tokens_per_s_per_user for e in front),
-            tuple(e.tokens_per_s_per_gpu for e in front),
-        )
+        Series(name, tuple(e.tokens_per_s_per_user for e in front), tuple(e.tokens_per_s_per_gpu for e in front))
         for name, front in fronts.items()
         if name in best
     )
@@ -81,11 +77,7 @@ def wall_picture(estimates: Sequence[Estimate]) -> Picture:
 def throughput_picture(comparisons: Mapping[str, Sequence[Estimate]]) -> Picture:
     """System throughput against concurrency, one line a machine."""
     series = tuple(
-        Series(
-            name,
-            tuple(float(e.scenario.concurrency) for e in estimates),
-            tuple(e.tokens_per_s for e in estimates),
-        )
+        Series(name, tuple(float(e.scenario.concurrency) for e in estimates), tuple(e.tokens_per_s for e in estimates))
         for name, estimates in comparisons.items()
     )
     return Picture("throughput", "Best layout at each load", "requests", "tokens/s", series, True, True)

@@ -61,13 +61,7 @@ class Writing:
 
 
 def write_all(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    writing: Writing,
-    *,
-    batch: int,
-    draft: Draft,
-    seed: int = 0,
+    engine: Engine, prompts: Sequence[Sequence[int]], writing: Writing, *, batch: int, draft: Draft, seed: int = 0
 ) -> Iterator[tuple[int, str]]:
     """Continues prompts in batches of similar lengths, longest first, each until all its texts have ended.
 

@@ -133,12 +133,7 @@ class Comparison:
 
 
 def compare(
-    engine: Engine,
-    first: Recording,
-    *,
-    tolerance: float,
-    batch: int = 1,
-    progress: Callable[[int], None] | None = None,
+    engine: Engine, first: Recording, *, tolerance: float, batch: int = 1, progress: Callable[[int], None] | None = None
 ) -> Comparison:
     """Runs the recording's sequences and compares.
 

@@ -189,9 +189,4 @@ def samples(engine: Engine, ways: Mapping[str, Mapping[str, FamilyScore]]) -> It
                 ids = scores[family].answers[number]
                 text = answer_text(engine, ids)
                 answers[way] = {"text": text, "token_ids": list(ids), "exact": text == example.answer}
-            yield {
-                "family": family,
-                "prompt": example.prompt,
-                "reference": example.answer,
-                "answers": answers,
-            }
+            yield {"family": family, "prompt": example.prompt, "reference": example.answer, "answers": answers}

@@ -103,11 +103,7 @@ def programs_of(case: Case, mesh: Mesh) -> Programs:
 
 
 def compile_program(
-    case: Case,
-    *,
-    dump: Path | None = None,
-    registers: bool = False,
-    stage: Callable[[str], None] = lambda name: None,
+    case: Case, *, dump: Path | None = None, registers: bool = False, stage: Callable[[str], None] = lambda name: None
 ) -> Compiled:
     """Compiles a case for its GPU; nothing runs and nothing is allocated.
 

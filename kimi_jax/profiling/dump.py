@@ -65,12 +65,7 @@ def write_index(directory: Path, text: str, title: str, report: "Report | None" 
     write_text(directory / PROGRAM, text)
     if report is not None:
         write_text(directory / REPORT, json.dumps(report.as_dict()))
-    lines = [
-        f"# XLA dump: {title}",
-        "",
-        "| file | bytes | what it holds |",
-        "|---|---|---|",
-    ]
+    lines = [f"# XLA dump: {title}", "", "| file | bytes | what it holds |", "|---|---|---|"]
     for file in sorted(directory.iterdir()):
         if file.name != "index.md":
             lines.append(f"| {file.name} | {file.stat().st_size:,} | {_kind(file.name)} |")

@@ -61,10 +61,7 @@ class Live:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON, beside the report's."""
-        return {
-            "measured_round_seconds": list(self.round_seconds),
-            "traced_part_seconds": self.part_seconds,
-        }
+        return {"measured_round_seconds": list(self.round_seconds), "traced_part_seconds": self.part_seconds}
 
 
 def card_of(engine: Engine, gpu: str) -> str | None:

@@ -165,9 +165,7 @@ _emulate_p = Primitive("int4_moe_emulated_registers")
 _emulate_p.multiple_results = True
 _emulate_p.def_abstract_eval(lambda *avals, function: [o.update() for o in _out_avals(function, avals)])
 mlir.register_lowering(
-    _emulate_p,
-    mlir.lower_fun(lambda *args, function: function(*args), multiple_results=True),
-    platform="cpu",
+    _emulate_p, mlir.lower_fun(lambda *args, function: function(*args), multiple_results=True), platform="cpu"
 )
 
 

@@ -251,7 +251,4 @@ def launch(
         config=config,
         interpret=interpret,
     )
-    return (
-        out[:, :query_rows].reshape(q_latent.shape),
-        lse[:, :query_rows].reshape(requests, rows, heads),
-    )
+    return (out[:, :query_rows].reshape(q_latent.shape), lse[:, :query_rows].reshape(requests, rows, heads))

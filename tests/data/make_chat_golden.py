@@ -123,11 +123,7 @@ SCHEMAS = {
         {
             "type": "object",
             "properties": {
-                "list": {
-                    "type": "array",
-                    "minItems": 1,
-                    "items": {"type": "string", "description": "an item"},
-                },
+                "list": {"type": "array", "minItems": 1, "items": {"type": "string", "description": "an item"}},
                 "plain": {"type": "array"},
                 "object": {
                     "type": "object",
@@ -149,10 +145,7 @@ SCHEMAS = {
                 "Color": {"type": "string", "enum": ["red", "blue"]},
             },
             "type": "object",
-            "properties": {
-                "at": {"$ref": "#/$defs/Point", "description": "where"},
-                "color": {"$ref": "#/$defs/Color"},
-            },
+            "properties": {"at": {"$ref": "#/$defs/Point", "description": "where"}, "color": {"$ref": "#/$defs/Color"}},
             "required": ["color"],
         },
     ),
@@ -171,10 +164,7 @@ SCHEMAS = {
     ),
 }
 
-PARTS = {
-    "role": "user",
-    "content": [{"type": "text", "text": "hello "}, {"type": "text", "text": "world"}],
-}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "hello "}, {"type": "text", "text": "world"}]}
 CASES = [
     ("user", [USER], {}),
     ("instant", [USER], {"thinking": False}),
@@ -302,13 +292,7 @@ def main():
         if tools and declare(tools):
             arguments["tools_ts_str"] = declare(tools)
         text = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
-        return {
-            "name": name,
-            "messages": messages,
-            "settings": settings,
-            "text": text,
-            "ids": tokenizer.encode(text),
-        }
+        return {"name": name, "messages": messages, "settings": settings, "text": text, "ids": tokenizer.encode(text)}
 
     def long(parts):
         ids = tokenizer.encode("".join(unit * times for unit, times in parts), allow_special_tokens=False)

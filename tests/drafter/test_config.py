@@ -168,10 +168,7 @@ def test_refusals(raw, message):
         DrafterConfig.from_dict(raw)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("num_target_layers", 60), ("hidden_size", 4096), ("vocab_size", 163841)],
-)
+@pytest.mark.parametrize(("field", "value"), [("num_target_layers", 60), ("hidden_size", 4096), ("vocab_size", 163841)])
 def test_a_drafter_for_another_target_is_refused(field, value):
     config = dataclasses.replace(DrafterConfig.from_dict(KIMI), **{field: value})
     with pytest.raises(ConfigError, match=f"does not fit the target: {field} is {value}"):

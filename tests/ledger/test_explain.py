@@ -85,11 +85,7 @@ GOLDEN = {
     # Queries of all 8 heads have 32 + 8 values, outputs 32 and a log-sum-exp: 6 × 8 × 40 × 4 and 6 × 8 × 33 × 4 bytes.
     "hgx-ib-16 split cache": (
         HGX.with_layout(dataclasses.replace(HGX.with_axes(dp=2, ep=1).layout, cache="split")),
-        [
-            ("all-gather", ("tp",), 2, 7680),
-            ("all-reduce", ("tp",), 5, 3072),
-            ("all-to-all", ("tp",), 2, 6336),
-        ],
+        [("all-gather", ("tp",), 2, 7680), ("all-reduce", ("tp",), 5, 3072), ("all-to-all", ("tp",), 2, 6336)],
     ),
     "hgx-ib-16 alltoall": (
         with_exchange(HGX, "alltoall"),
@@ -161,10 +157,7 @@ def compiled_forward(machine: Preset, model, rows: int = ROWS) -> str:
     return run.lower(abstract(model, jnp.float32, mesh, places), batch, cache).compile().as_text()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["hgx-ib-16 split cache", "hgx-ib-16", "nvl36", "nvl72"],
-)
+@pytest.mark.parametrize("name", ["hgx-ib-16 split cache", "hgx-ib-16", "nvl36", "nvl72"])
 @pytest.mark.slow
 def test_a_round_sends_what_is_told(name, engines):
     """Layers, head and drafter together are all messages of a compiled round that drafts and verifies a tree."""

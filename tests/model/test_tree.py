@@ -10,12 +10,7 @@ from kimi_jax.model.transformer import Rows, causal_rows
 pytestmark = pytest.mark.core
 
 # Row 0 is the root; rows 1.. name their parents. The last row is padding.
-TREES = {
-    "chain": [-1, 0, 1, 2, 3],
-    "star": [-1, 0, 0, 0, 0],
-    "mixed": [-1, 0, 0, 1, 3, 2, 1],
-    "root": [-1],
-}
+TREES = {"chain": [-1, 0, 1, 2, 3], "star": [-1, 0, 0, 0, 0], "mixed": [-1, 0, 0, 1, 3, 2, 1], "root": [-1]}
 
 
 def ancestors_of(parents):

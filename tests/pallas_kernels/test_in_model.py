@@ -161,8 +161,7 @@ def tree_rows(engine: Engine):
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"),
-    [*DEFAULT_RUN.items(), *(pytest.param(name, None, marks=pytest.mark.slow) for name in PRESETS)],
+    ("name", "ranks"), [*DEFAULT_RUN.items(), *(pytest.param(name, None, marks=pytest.mark.slow) for name in PRESETS)]
 )
 def test_every_rank_of_a_preset_gets_what_the_reference_gives(name, ranks, forward, monkeypatch):
     machine, target = PRESETS[name]

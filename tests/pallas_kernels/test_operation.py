@@ -13,10 +13,7 @@ from pallas_kernels.operation import Choice, Device, Implementation, Tolerance, 
 from pallas_kernels.registry import OPERATIONS
 
 CORES = 3
-CARDS = {
-    "hopper": Device("NVIDIA H200", "9.0", CORES),
-    "blackwell": Device("NVIDIA GB300", "10.3", CORES),
-}
+CARDS = {"hopper": Device("NVIDIA H200", "9.0", CORES), "blackwell": Device("NVIDIA GB300", "10.3", CORES)}
 CPU = Device("cpu", "", 1)
 BY_NAME = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 

@@ -84,12 +84,7 @@ def checkpoints(mesh: jax.sharding.Mesh, folder: Path) -> dict:
         num_experts=engine.config.n_routed_experts, slot_experts=slots,
     )  # fmt: skip
     again = read(folder / "sharded", mesh)
-    return {
-        "ranges": ranges,
-        "shards": shards(engine),
-        "restored": shards(again),
-        "chunks": chunks,
-    }
+    return {"ranges": ranges, "shards": shards(engine), "restored": shards(again), "chunks": chunks}
 
 
 def disagreements(mesh: jax.sharding.Mesh) -> list[str]:

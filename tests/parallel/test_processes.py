@@ -321,8 +321,7 @@ def test_evaluate_as_two_processes(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("option", "words"),
-    [("--heartbeat-timeout", "another task died"), ("--watchdog", "nothing was loaded or decoded")],
+    ("option", "words"), [("--heartbeat-timeout", "another task died"), ("--watchdog", "nothing was loaded or decoded")]
 )
 def test_a_process_that_hangs_ends_the_other(option, words):
     """Stopped and not killed: its connections stay open."""

@@ -138,10 +138,7 @@ def test_what_is_apart_is_named(report):
 
     parts = tuple(map(spoilt, report.parts))
     wrong = check.apart(check.compare(dataclasses.replace(report, parts=parts)))
-    assert [(pair.part, pair.what) for pair in wrong] == [
-        ("dense", "weights and cache read"),
-        ("exchange", "messages"),
-    ]
+    assert [(pair.part, pair.what) for pair in wrong] == [("dense", "weights and cache read"), ("exchange", "messages")]
 
 
 def test_only_rounds_are_checked(report):

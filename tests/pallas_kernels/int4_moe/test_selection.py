@@ -67,8 +67,7 @@ def test_workspace_is_the_temporaries_of_the_worst_routing():
 
 
 @pytest.mark.parametrize(
-    ("shape", "reason"),
-    [(Shape(4, 2, 8, 7168, 192, 8), "width is 192"), (Shape(4, 2, 8, 96, 64, 8), "hidden is 96")],
+    ("shape", "reason"), [(Shape(4, 2, 8, 7168, 192, 8), "width is 192"), (Shape(4, 2, 8, 96, 64, 8), "hidden is 96")]
 )
 def test_sizes_that_no_kernel_serves(shape, reason):
     chosen = OPERATION.choose(shape, jnp.bfloat16, H200)

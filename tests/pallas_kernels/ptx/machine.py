@@ -18,16 +18,7 @@ import numpy as np
 
 from ptx import flow
 from ptx.decode import CLASSES, DTYPES, WIDTHS, Decoder
-from ptx.memory import (
-    PARAMETERS,
-    RANK_SHIFT,
-    Barrier,
-    Bytes,
-    DeadlockError,
-    EmulationError,
-    Memory,
-    TensorMap,
-)
+from ptx.memory import PARAMETERS, RANK_SHIFT, Barrier, Bytes, DeadlockError, EmulationError, Memory, TensorMap
 from ptx.parser import PtxError
 
 WARP = 32

@@ -66,7 +66,4 @@ def query(decoder: Decoder, instruction: Instruction, rest: tuple[str, ...]) -> 
     return run
 
 
-TABLE = {
-    "clusterlaunchcontrol.try_cancel": (try_cancel, False),
-    "clusterlaunchcontrol.query_cancel": (query, False),
-}
+TABLE = {"clusterlaunchcontrol.try_cancel": (try_cancel, False), "clusterlaunchcontrol.query_cancel": (query, False)}

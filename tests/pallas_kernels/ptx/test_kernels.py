@@ -87,11 +87,7 @@ EXHAUSTIVE = {
 
 
 def parameters():
-    for runs, marks in (
-        (RUNS, []),
-        (SLOW, [pytest.mark.slow]),
-        (EXHAUSTIVE, [pytest.mark.exhaustive]),
-    ):
+    for runs, marks in ((RUNS, []), (SLOW, [pytest.mark.slow]), (EXHAUSTIVE, [pytest.mark.exhaustive])):
         for name, run in runs.items():
             for card in run.cards:
                 yield pytest.param(run, card, id=f"{name}-{card}", marks=marks)

@@ -20,10 +20,7 @@ FENCE = (
 )
 UNSEEN = {
     "hopper": {"plgpu.commit_smem() #1": FENCE, "plgpu.barrier_wait(p_free) #3": DRAIN},
-    "blackwell": {
-        "plgpu.barrier_wait(q_free) #2": DRAIN,
-        "plgpu.barrier_wait(kv_free.at[slot_of(tile)]) #1": DRAIN,
-    },
+    "blackwell": {"plgpu.barrier_wait(q_free) #2": DRAIN, "plgpu.barrier_wait(kv_free.at[slot_of(tile)]) #1": DRAIN},
 }
 
 
