@@ -7,27 +7,7 @@ from meshes.targets import TARGETS, target, topology_devices
 from meshes.topology import AxisSpan, Topology, axis_span
 
 __all__ = [
-    "AXES",
-    "GPU",
-    "GPUS",
-    "PRESETS",
-    "TARGETS",
-    "AxisSpan",
-    "DeviceError",
-    "Devices",
-    "Layout",
-    "LayoutError",
-    "Link",
-    "Preset",
-    "Topology",
-    "axis_span",
-    "build_mesh",
-    "expert_slots",
-    "gpu",
-    "preset",
-    "select_devices",
-    "simulate",
-    "target",
-    "topology_devices",
-    "use_cpu_if_no_gpu",
-]
+    "AXES", "GPU", "GPUS", "PRESETS", "TARGETS", "AxisSpan", "DeviceError", "Devices", "Layout", "LayoutError",
+    "Link", "Preset", "Topology", "axis_span", "build_mesh", "expert_slots", "gpu", "preset", "select_devices",
+    "simulate", "target", "topology_devices", "use_cpu_if_no_gpu",
+]  # fmt: skip

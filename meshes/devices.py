@@ -1,5 +1,6 @@
 """Devices for a preset: the machine's GPUs, or CPU devices that stand in for them."""
 
+import contextlib
 import ctypes
 import math
 from collections.abc import Sequence
@@ -66,19 +67,13 @@ def simulate(num_devices: int) -> list["Device"]:
     """
     import jax
 
-    try:
+    with contextlib.suppress(RuntimeError):  # jax has started: then what it shows has to do
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", num_devices)
-    except RuntimeError as error:
-        found = jax.local_device_count("cpu")
-        if found < num_devices:
-            raise DeviceError(
-                f"{num_devices} CPU devices wanted, but jax has already started with {found}: "
-                "call simulate() before anything touches a jax device or array"
-            ) from error
-    if jax.local_device_count("cpu") < num_devices:
+    found = jax.local_device_count("cpu")
+    if found < num_devices:
         raise DeviceError(
-            f"{num_devices} CPU devices wanted and jax shows {jax.local_device_count('cpu')}: "
+            f"{num_devices} CPU devices wanted, but jax has already started with {found}: "
             "call simulate() before anything touches a jax device or array"
         )
     return jax.devices("cpu")

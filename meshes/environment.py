@@ -22,53 +22,35 @@ class Setting:
         return self.name.startswith("--")
 
 
+# fmt: off
 _EVERYWHERE = (
-    Setting(
-        "--xla_gpu_enable_latency_hiding_scheduler",
-        "true",
-        "runs what does not depend on a message (the shared expert, the router) while it travels",
-    ),
-    Setting(
-        "--xla_gpu_enable_command_buffer",
-        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL",
-        "launches the small kernels of a round together; COLLECTIVES stay out: public reports of hangs (marin #5675)",
-    ),
-    Setting(
-        "XLA_PYTHON_CLIENT_MEM_FRACTION",
-        "0.92",
-        "weights and caches fill the GPU; the rest is for NCCL (about 0.4 GB), CUDA modules and libraries, outside "
-        "jax's pool",
-    ),
+    Setting("--xla_gpu_enable_latency_hiding_scheduler", "true",
+            "runs what does not depend on a message (the shared expert, the router) while it travels"),
+    Setting("--xla_gpu_enable_command_buffer", "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL",
+            "launches the small kernels of a round together; COLLECTIVES stay out: public reports of hangs "
+            "(marin #5675)"),
+    Setting("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92",
+            "weights and caches fill the GPU; the rest is for NCCL (about 0.4 GB), CUDA modules and libraries, outside "
+            "jax's pool"),
 )
-_ONE_SHOT = Setting(
-    "--xla_gpu_experimental_use_collective_kernels",
-    "ALL_REDUCE",
-    "sums over tp in one kernel instead of NCCL's ring (5 against 26 µs for 16 kB on eight B300, as published); only "
-    "among GPUs of one process, so start one process a node",
-)
-_ONE_SHOT_ACROSS_HOSTS = Setting(
-    "--xla_gpu_unsupported_use_cross_host_one_shot_kernel",
-    "ALLREDUCE",
-    "the same where tp spans several trays of an NVLink domain; XLA itself calls it unsupported, so drop it at the "
-    "first doubt",
-)
+_ONE_SHOT = Setting("--xla_gpu_experimental_use_collective_kernels", "ALL_REDUCE",
+                    "sums over tp in one kernel instead of NCCL's ring (5 against 26 µs for 16 kB on eight B300, as "
+                    "published); only among GPUs of one process, so start one process a node")
+_ONE_SHOT_ACROSS_HOSTS = Setting("--xla_gpu_unsupported_use_cross_host_one_shot_kernel", "ALLREDUCE",
+                                 "the same where tp spans several trays of an NVLink domain; XLA itself calls it "
+                                 "unsupported, so drop it at the first doubt")
 _SEVERAL_PROCESSES = (
-    Setting(
-        "--xla_gpu_nccl_terminate_on_error",
-        "true",
-        "a broken connection ends the process instead of leaving it waiting",
-    ),
+    Setting("--xla_gpu_nccl_terminate_on_error", "true",
+            "a broken connection ends the process instead of leaving it waiting"),
     Setting("NCCL_DEBUG", "WARN", "NCCL says why it fails; on standard error, since decode.py keeps standard output"),
 )
 _NVLINK_ACROSS_NODES = (
-    Setting(
-        "NCCL_MNNVL_ENABLE",
-        "1",
-        "fails at the start where NVLink between trays does not work (nvidia-imex not running), instead of decoding "
-        "over the network",
-    ),
+    Setting("NCCL_MNNVL_ENABLE", "1",
+            "fails at the start where NVLink between trays does not work (nvidia-imex not running), instead of "
+            "decoding over the network"),
     Setting("NCCL_CUMEM_ENABLE", "1", "allocates with CUDA's virtual memory, which NVLink between trays needs"),
 )
+# fmt: on
 
 
 def settings(machine: Preset) -> tuple[Setting, ...]:

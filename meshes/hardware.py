@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 # Sources, named in the facts below.
 AIC = "NVIDIA aiconfigurator 095f58a, systems/*.yaml (Apache-2.0)"
-OPENXLA = "OpenXLA published GPU target specifications (device query of the card)"
 INFERENCEX = "SemiAnalysis InferenceX 77ca49a, gpu-specs.ts"
 NVIDIA = "NVIDIA product data sheet"
 NVLINK5 = "NVIDIA, Inside Blackwell Ultra: NVLink 5 is 1.8 TB/s both ways, 900 GB/s one way"
@@ -32,7 +31,8 @@ class GPU:
     """One GPU. FLOP rates are dense. A rate of 0 means the card has no such path.
 
     `hbm_bytes_per_s` and `hbm_bytes` are what an estimate should use (data sheet and `nvidia-smi` total);
-    the `compiler_*` fields are what XLA's target description of the same card holds.
+    the `compiler_*` fields are what XLA's target description of the same card holds (OpenXLA's published GPU target
+    specifications, a device query of the card).
     """
 
     name: str
@@ -57,7 +57,6 @@ class GPU:
     """Per tensor unit and clock, with four units a core."""
     compiler_hbm_bytes_per_s: int
     compiler_hbm_bytes: int
-    compiler_source: str = OPENXLA
 
     @property
     def nvlink_bytes_per_s(self) -> float:
@@ -67,155 +66,72 @@ class GPU:
 
 MIB = 1024 * 1024
 
-GPUS: dict[str, GPU] = {
-    gpu.name: gpu
-    for gpu in (
-        GPU(
-            name="h100",
-            device_kind="NVIDIA H100",
-            compute_capability=(9, 0),
-            hbm_bytes_per_s=3.35e12,
-            hbm_bytes=81_559 * MIB,
-            bf16_flops_per_s=989e12,
-            fp8_flops_per_s=1979e12,
-            fp4_flops_per_s=0,
-            local_link=NVLINK_4,
-            network_link=INFINIBAND_400,
-            source=f"bandwidth, FLOP rates: {AIC}, {INFERENCEX}; capacity: nvidia-smi total of the 80 GB SXM5 card",
-            core_count=132,
-            l2_bytes=52428800,
-            clock_ghz=1.98,
-            tensor_clock_ghz=1.83,
-            tensor_bf16_ops_per_clock=512,
-            compiler_hbm_bytes_per_s=3352320000000,
-            compiler_hbm_bytes=84942979072,
-        ),
-        GPU(
-            name="h200",
-            device_kind="NVIDIA H200",
-            compute_capability=(9, 0),
-            hbm_bytes_per_s=4.8e12,
-            hbm_bytes=141e9,
-            bf16_flops_per_s=989e12,
-            fp8_flops_per_s=1979e12,
-            fp4_flops_per_s=0,
-            local_link=NVLINK_4,
-            network_link=INFINIBAND_400,
-            source=f"{AIC}; {INFERENCEX}; capacity: {NVIDIA}",
-            core_count=132,
-            l2_bytes=52428800,
-            clock_ghz=1.98,
-            tensor_clock_ghz=1.83,
-            tensor_bf16_ops_per_clock=512,
-            compiler_hbm_bytes_per_s=4800000000000,
-            compiler_hbm_bytes=151397597184,
-        ),
-        GPU(
-            name="b200",
-            device_kind="NVIDIA B200",
-            compute_capability=(10, 0),
-            hbm_bytes_per_s=7.7e12,
-            hbm_bytes=180 * 1024 * MIB,
-            bf16_flops_per_s=2250e12,
-            fp8_flops_per_s=4500e12,
-            fp4_flops_per_s=9000e12,
-            # The InferenceX cluster has 400 Gb/s adapters, aiconfigurator's has 800: the slower one is assumed.
-            local_link=NVLINK_5,
-            network_link=INFINIBAND_400,
-            source=f"{AIC}; {INFERENCEX}",
-            core_count=148,
-            l2_bytes=132644864,
-            clock_ghz=1.965,
-            tensor_clock_ghz=1.835,
-            tensor_bf16_ops_per_clock=1024,
-            compiler_hbm_bytes_per_s=7672320000000,
-            compiler_hbm_bytes=191514411008,
-        ),
-        GPU(
-            name="b300",
-            device_kind="NVIDIA B300",
-            compute_capability=(10, 3),
-            # 62 TB/s for the eight GPUs of an HGX B300; marketing rounds it to 8 TB/s each.
-            hbm_bytes_per_s=7.75e12,
-            hbm_bytes=275_040 * MIB,
-            bf16_flops_per_s=2250e12,
-            fp8_flops_per_s=4500e12,
-            fp4_flops_per_s=13500e12,
-            local_link=NVLINK_5,
-            network_link=INFINIBAND_800,
-            source=f"{AIC} (7.75 TB/s, 275,040 MiB); {INFERENCEX}",
-            # The published target says 158 cores; GB300's says 152 and other sources 148 for this card.
-            core_count=158,
-            l2_bytes=135528448,
-            clock_ghz=1.965,
-            tensor_clock_ghz=1.835,
-            tensor_bf16_ops_per_clock=1024,
-            compiler_hbm_bytes_per_s=7936000000000,
-            compiler_hbm_bytes=297021865984,
-        ),
-        GPU(
-            name="gb200",
-            device_kind="NVIDIA GB200",
-            compute_capability=(10, 0),
-            hbm_bytes_per_s=8e12,
-            hbm_bytes=189_471 * MIB,
-            bf16_flops_per_s=2500e12,
-            fp8_flops_per_s=5000e12,
-            fp4_flops_per_s=10000e12,
-            # Sources differ (400 or 800 Gb/s between racks): the slower one is assumed.
-            local_link=NVLINK_5,
-            network_link=INFINIBAND_400,
-            source=f"{AIC} (189,471 MiB); {INFERENCEX}",
-            core_count=152,
-            l2_bytes=135528448,
-            clock_ghz=2.062,
-            tensor_clock_ghz=1.926,
-            tensor_bf16_ops_per_clock=1024,
-            compiler_hbm_bytes_per_s=7928064000000,
-            compiler_hbm_bytes=197897748480,
-        ),
-        GPU(
-            name="gb300",
-            device_kind="NVIDIA GB300",
-            compute_capability=(10, 3),
-            hbm_bytes_per_s=8e12,
-            hbm_bytes=284_208 * MIB,
-            bf16_flops_per_s=2500e12,
-            fp8_flops_per_s=5000e12,
-            fp4_flops_per_s=15000e12,
-            local_link=NVLINK_5,
-            network_link=INFINIBAND_800,
-            source=f"{AIC} (284,208 MiB); {INFERENCEX}; four ConnectX-8 a tray: NVIDIA NVL72 reference architecture",
-            core_count=152,
-            l2_bytes=135528448,
-            clock_ghz=2.07,
-            tensor_clock_ghz=1.933,
-            tensor_bf16_ops_per_clock=1024,
-            compiler_hbm_bytes_per_s=7928064000000,
-            compiler_hbm_bytes=297021079552,
-        ),
-        GPU(
-            name="rtx-pro-6000",
-            device_kind="NVIDIA RTX PRO 6000",
-            compute_capability=(12, 0),
-            hbm_bytes_per_s=1.792e12,
-            hbm_bytes=97_887 * MIB,
-            bf16_flops_per_s=468e12,
-            fp8_flops_per_s=936e12,
-            fp4_flops_per_s=1871e12,
-            local_link=PCIE_5,
-            network_link=INFINIBAND_400,
-            source=f"{AIC} (GDDR7 1.792 TB/s, 97,887 MiB, FLOP rates at 2430 MHz; 400 Gb/s is its placeholder)",
-            core_count=188,
-            l2_bytes=134217728,
-            clock_ghz=2.6,
-            tensor_clock_ghz=2.43,
-            tensor_bf16_ops_per_clock=256,
-            compiler_hbm_bytes_per_s=1792000000000,
-            compiler_hbm_bytes=103079215104,
-        ),
-    )
-}
+# fmt: off
+_GPUS = (
+    GPU(
+        "h100", "NVIDIA H100", (9, 0), hbm_bytes_per_s=3.35e12, hbm_bytes=81_559 * MIB,
+        bf16_flops_per_s=989e12, fp8_flops_per_s=1979e12, fp4_flops_per_s=0,
+        local_link=NVLINK_4, network_link=INFINIBAND_400,
+        source=f"bandwidth, FLOP rates: {AIC}, {INFERENCEX}; capacity: nvidia-smi total of the 80 GB SXM5 card",
+        core_count=132, l2_bytes=52428800, clock_ghz=1.98, tensor_clock_ghz=1.83, tensor_bf16_ops_per_clock=512,
+        compiler_hbm_bytes_per_s=3352320000000, compiler_hbm_bytes=84942979072,
+    ),
+    GPU(
+        "h200", "NVIDIA H200", (9, 0), hbm_bytes_per_s=4.8e12, hbm_bytes=141e9,
+        bf16_flops_per_s=989e12, fp8_flops_per_s=1979e12, fp4_flops_per_s=0,
+        local_link=NVLINK_4, network_link=INFINIBAND_400,
+        source=f"{AIC}; {INFERENCEX}; capacity: {NVIDIA}",
+        core_count=132, l2_bytes=52428800, clock_ghz=1.98, tensor_clock_ghz=1.83, tensor_bf16_ops_per_clock=512,
+        compiler_hbm_bytes_per_s=4800000000000, compiler_hbm_bytes=151397597184,
+    ),
+    GPU(
+        "b200", "NVIDIA B200", (10, 0), hbm_bytes_per_s=7.7e12, hbm_bytes=180 * 1024 * MIB,
+        bf16_flops_per_s=2250e12, fp8_flops_per_s=4500e12, fp4_flops_per_s=9000e12,
+        # The InferenceX cluster has 400 Gb/s adapters, aiconfigurator's has 800: the slower one is assumed.
+        local_link=NVLINK_5, network_link=INFINIBAND_400,
+        source=f"{AIC}; {INFERENCEX}",
+        core_count=148, l2_bytes=132644864, clock_ghz=1.965, tensor_clock_ghz=1.835, tensor_bf16_ops_per_clock=1024,
+        compiler_hbm_bytes_per_s=7672320000000, compiler_hbm_bytes=191514411008,
+    ),
+    GPU(
+        # 62 TB/s for the eight GPUs of an HGX B300; marketing rounds it to 8 TB/s each.
+        "b300", "NVIDIA B300", (10, 3), hbm_bytes_per_s=7.75e12, hbm_bytes=275_040 * MIB,
+        bf16_flops_per_s=2250e12, fp8_flops_per_s=4500e12, fp4_flops_per_s=13500e12,
+        local_link=NVLINK_5, network_link=INFINIBAND_800,
+        source=f"{AIC} (7.75 TB/s, 275,040 MiB); {INFERENCEX}",
+        # The published target says 158 cores; GB300's says 152 and other sources 148 for this card.
+        core_count=158, l2_bytes=135528448, clock_ghz=1.965, tensor_clock_ghz=1.835, tensor_bf16_ops_per_clock=1024,
+        compiler_hbm_bytes_per_s=7936000000000, compiler_hbm_bytes=297021865984,
+    ),
+    GPU(
+        "gb200", "NVIDIA GB200", (10, 0), hbm_bytes_per_s=8e12, hbm_bytes=189_471 * MIB,
+        bf16_flops_per_s=2500e12, fp8_flops_per_s=5000e12, fp4_flops_per_s=10000e12,
+        # Sources differ (400 or 800 Gb/s between racks): the slower one is assumed.
+        local_link=NVLINK_5, network_link=INFINIBAND_400,
+        source=f"{AIC} (189,471 MiB); {INFERENCEX}",
+        core_count=152, l2_bytes=135528448, clock_ghz=2.062, tensor_clock_ghz=1.926, tensor_bf16_ops_per_clock=1024,
+        compiler_hbm_bytes_per_s=7928064000000, compiler_hbm_bytes=197897748480,
+    ),
+    GPU(
+        "gb300", "NVIDIA GB300", (10, 3), hbm_bytes_per_s=8e12, hbm_bytes=284_208 * MIB,
+        bf16_flops_per_s=2500e12, fp8_flops_per_s=5000e12, fp4_flops_per_s=15000e12,
+        local_link=NVLINK_5, network_link=INFINIBAND_800,
+        source=f"{AIC} (284,208 MiB); {INFERENCEX}; four ConnectX-8 a tray: NVIDIA NVL72 reference architecture",
+        core_count=152, l2_bytes=135528448, clock_ghz=2.07, tensor_clock_ghz=1.933, tensor_bf16_ops_per_clock=1024,
+        compiler_hbm_bytes_per_s=7928064000000, compiler_hbm_bytes=297021079552,
+    ),
+    GPU(
+        "rtx-pro-6000", "NVIDIA RTX PRO 6000", (12, 0), hbm_bytes_per_s=1.792e12, hbm_bytes=97_887 * MIB,
+        bf16_flops_per_s=468e12, fp8_flops_per_s=936e12, fp4_flops_per_s=1871e12,
+        local_link=PCIE_5, network_link=INFINIBAND_400,
+        source=f"{AIC} (GDDR7 1.792 TB/s, 97,887 MiB, FLOP rates at 2430 MHz; 400 Gb/s is its placeholder)",
+        core_count=188, l2_bytes=134217728, clock_ghz=2.6, tensor_clock_ghz=2.43, tensor_bf16_ops_per_clock=256,
+        compiler_hbm_bytes_per_s=1792000000000, compiler_hbm_bytes=103079215104,
+    ),
+)
+# fmt: on
+
+GPUS: dict[str, GPU] = {gpu.name: gpu for gpu in _GPUS}
 
 
 def card_of(device_kind: str, names: Iterable[str] = GPUS) -> GPU | None:

@@ -1,5 +1,7 @@
 """How a machine's GPUs are joined, and which link a mesh axis crosses."""
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,11 +65,16 @@ def axis_span(axis_sizes: dict[str, int], axes: tuple[str, ...], topology: Topol
     for axis in axes:
         if axis not in axis_sizes:
             raise ValueError(f"no mesh axis {axis!r}: the axes are {', '.join(axis_sizes)}")
+    groups = groups_along(axis_sizes, axes)
+    domains = groups // topology.gpus_per_domain
+    changes = np.diff(np.sort(domains, axis=1), axis=1) > 0
+    return AxisSpan(groups.shape[1], domains=1 + int(changes.sum(axis=1).max()))
+
+
+def groups_along(axis_sizes: Mapping[str, int], axes: Sequence[str]) -> np.ndarray:
+    """Device numbers `[groups, size]` of the groups along some axes, the mesh's last axis being innermost."""
     names = list(axis_sizes)
-    index = np.arange(int(np.prod(list(axis_sizes.values())))).reshape(tuple(axis_sizes.values()))
     inside = [names.index(axis) for axis in axes]
     outside = [i for i in range(len(names)) if i not in inside]
-    size = int(np.prod([axis_sizes[axis] for axis in axes]))
-    domains = index.transpose(*outside, *inside).reshape(-1, size) // topology.gpus_per_domain
-    changes = np.diff(np.sort(domains, axis=1), axis=1) > 0
-    return AxisSpan(size=size, domains=1 + int(changes.sum(axis=1).max()))
+    index = np.arange(math.prod(axis_sizes.values())).reshape(tuple(axis_sizes.values()))
+    return index.transpose(*outside, *inside).reshape(-1, math.prod(axis_sizes[axis] for axis in axes))

@@ -9,14 +9,15 @@ from kimi_jax.config import ModelConfig
 from kimi_jax.drafter.config import DrafterConfig
 
 
-def _asset(name: str) -> Any:
+def asset(name: str) -> Any:
+    """A JSON file that comes with the package."""
     return json.loads(resources.files("kimi_jax").joinpath("assets", name).read_text())
 
 
 @functools.cache
 def k26() -> ModelConfig:
     """The configuration of moonshotai/Kimi-K2.6, from the packaged copy of its config.json."""
-    return ModelConfig.from_dict(_asset("k26_config.json"))
+    return ModelConfig.from_dict(asset("k26_config.json"))
 
 
 @functools.cache
@@ -26,4 +27,4 @@ def kimi_drafter() -> DrafterConfig:
     The values of their config.json as users of the gated repository quote them (tt-metal, vllm-ascend); the parameter
     count they give is the size of the published file.
     """
-    return DrafterConfig.from_dict(_asset("kimi_drafter_config.json"))
+    return DrafterConfig.from_dict(asset("kimi_drafter_config.json"))

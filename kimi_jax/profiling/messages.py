@@ -12,6 +12,7 @@ import numpy as np
 from kimi_jax.ledger.part import PARTS
 from kimi_jax.parallel.messages import Kind, Message
 from kimi_jax.profiling.hlo import Instruction, Module, part_of
+from meshes.topology import groups_along
 
 _COLLECTIVES = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -75,17 +76,11 @@ def replica_groups(attributes: str) -> list[tuple[int, ...]]:
         shape, dims = _numbers(iota[1]), _numbers(iota[2])
         order = _numbers(iota[3]) if iota[3] else tuple(range(len(dims)))
         devices = np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(shape)
-        return [tuple(int(device) for device in group) for group in devices]
+        return _rows(devices)
     named = re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\([^)]*\))? ?\{([^}]*)\}", attributes)
     if named:
         sizes = {axis: int(size) for axis, size in re.findall(r"'?(\w+)'?=(\d+)", named[1])}
-        names = re.findall(r"'?(\w+)'?", named[2])
-        axes = list(sizes)
-        index = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        inside = [axes.index(axis) for axis in names]
-        outside = [i for i in range(len(axes)) if i not in inside]
-        devices = index.transpose(*outside, *inside).reshape(-1, math.prod(sizes[axis] for axis in names))
-        return [tuple(int(device) for device in group) for group in devices]
+        return _rows(groups_along(sizes, re.findall(r"'?(\w+)'?", named[2])))
     return []
 
 
@@ -95,19 +90,17 @@ def mesh_axes(groups: list[tuple[int, ...]], mesh: Mapping[str, int]) -> tuple[s
     Raises:
       ValueError: groups that are no set of axes.
     """
-    wanted = {frozenset(group) for group in groups}
+    wanted = set(map(frozenset, groups))
     axes = [axis for axis, size in mesh.items() if size > 1]
-    index = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
-    names = list(mesh)
     for count in range(len(axes) + 1):
         for chosen in itertools.combinations(axes, count):
-            inside = [names.index(axis) for axis in chosen]
-            outside = [i for i in range(len(names)) if i not in inside]
-            size = math.prod(mesh[axis] for axis in chosen)
-            rows = index.transpose(*outside, *inside).reshape(-1, size)
-            if {frozenset(int(device) for device in row) for row in rows} == wanted:
+            if set(map(frozenset, _rows(groups_along(mesh, chosen)))) == wanted:
                 return chosen
     raise ValueError(f"replica groups {groups[:2]}… of {len(groups)} run along no axes of the mesh {dict(mesh)}")
+
+
+def _rows(devices: np.ndarray) -> list[tuple[int, ...]]:
+    return [tuple(group) for group in devices.tolist()]
 
 
 def _numbers(text: str) -> tuple[int, ...]:
