@@ -1,12 +1,17 @@
 """Imports run downwards only, with no circle: the order that docs/architecture.md states."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+
+WITHOUT_JAX = {f"serving.{name}" for name in ("plan", "events", "pages", "work", "group", "scheduler")}
+"""What the host decides of requests; decoding executes it."""
 
 LAYERS = (
     {"meshes", "config", "config_fields", "text_files", "standard_output", "tables", "checkpoint.errors"},
@@ -24,11 +29,11 @@ LAYERS = (
         "text_output",
         "generation_defaults",
     },
-    {"ledger"},
+    {"ledger", *WITHOUT_JAX},
     {"decoding"},
     {"compilation_cache"},
     {
-        *("estimator", "profiling", "evaluation", "training", "doctor", "opening", "gpu_check"),
+        *("estimator", "profiling", "evaluation", "training", "doctor", "opening", "gpu_check", "serving"),
         *("commands.defaults", "commands.options", "commands.errors", "commands.progress", "provenance"),
     },
     {"commands"},
@@ -92,6 +97,13 @@ def test_kernels_and_machines_know_nothing_of_the_model():
             assert not [other for other in imported(module) if other.startswith("kimi_jax")], module
         if room(module) == "meshes":
             assert not [other for other in imported(module) if room(other) == "pallas_kernels"], module
+
+
+def test_the_host_decides_without_jax():
+    names = [f"kimi_jax.{name}" for name in sorted(WITHOUT_JAX)]
+    program = f"import sys, {', '.join(names)}; sys.exit(str({{'jax', 'flax'}} & sys.modules.keys()))"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert found.stderr.strip() == "set()"
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:

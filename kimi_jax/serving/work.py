@@ -1,0 +1,74 @@
+"""A request on its way through the scheduler: how far it is, and how far it may be once what is in flight has run."""
+
+import dataclasses
+
+from kimi_jax.serving.plan import Admission, Request
+
+
+@dataclasses.dataclass(eq=False)
+class Work:
+    """A request with its slot, its pages and its counts."""
+
+    request: Request
+    arrival: int
+    """Place in the order of arrival."""
+    ids: tuple[int, ...] = ()
+    """Tokens to prefill: the prompt and what a preemption has to compute again."""
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    """The answer so far, as far as it was read."""
+    slot: int | None = None
+    group: int = -1
+    pages: list[int] = dataclasses.field(default_factory=list)
+    prefilled: int = 0
+    """Tokens of `ids` that were planned."""
+    flying_first: int = 0
+    """1 while the dispatch that draws the first token is in flight."""
+    flying_rounds: int = 0
+    """Rounds in flight."""
+    rounds: int = 0
+    """Rounds planned since the slot was admitted."""
+    preemptions: int = 0
+    overtaken: int = 0
+    """Later requests that were admitted while this one waited."""
+    ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.ids = self.request.ids
+
+    @property
+    def total(self) -> int:
+        """Tokens of the prompt and of the longest answer: no position from here on ever needs a page."""
+        return len(self.request.ids) + self.request.limit
+
+    @property
+    def ready(self) -> bool:
+        """Whether the whole prompt was planned, so that rounds may follow."""
+        return self.prefilled == len(self.ids)
+
+    @property
+    def least(self) -> int:
+        """Tokens of the answer that there are at least once what is in flight has run, if it was not ended."""
+        return len(self.tokens) + self.flying_first + self.flying_rounds
+
+    @property
+    def complete(self) -> bool:
+        """Whether what was planned is sure to end it."""
+        return self.ready and self.least >= self.request.limit
+
+    def needed(self, rounds: int, depth: int) -> int:
+        """Tokens that need pages when so many rounds follow what is in flight."""
+        most = len(self.tokens) + self.flying_first + (self.flying_rounds + rounds) * (depth + 1)
+        return min(len(self.request.ids) + most - 1, self.total)
+
+    def admit(self, slot: int, group: int) -> Admission:
+        """Takes a slot."""
+        self.slot, self.group, self.prefilled, self.rounds = slot, group, 0, 0
+        emitted = len(self.tokens)
+        request = self.request
+        return Admission(slot, request.id, len(self.ids), request.limit - emitted, emitted, request.settings)
+
+    def recompute(self) -> None:
+        """Goes back to the queue with what it has: the next slot starts with a longer prompt and a shorter limit."""
+        self.ids = (*self.request.ids, *self.tokens)
+        self.slot, self.prefilled = None, 0
+        self.preemptions += 1
