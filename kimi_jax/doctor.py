@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kimi_jax.parallel.processes import launched
 from meshes.devices import visible_gpu_count
-from meshes.environment import settings
+from meshes.environment import Setting, settings
 from meshes.hardware import GPUS, card_of
 from meshes.presets import PRESETS, Preset
 
@@ -173,162 +173,116 @@ def _jax_gpus() -> tuple[tuple[str, ...], int | None, str | None]:
     return tuple(device.device_kind for device in devices), stats.get("bytes_limit"), None
 
 
+Check = tuple[object, str, str]
+"""Whether something is found, what it is, and what to do."""
+
+
 def examine(facts: Facts, machine: Preset | None = None) -> list[Finding]:
     """Faults first. With a machine also what its nodes need."""
-    found = [*_versions(facts), *_gpus(facts), *_environment(facts)]
+    faults, notes = [*_versions(facts), *_gpu_faults(facts), *_surroundings(facts)], _notes(facts)
     if machine is not None and facts.gpus:
-        found += _node(facts, machine)
-    return sorted(found, key=lambda finding: finding.level != "fault")
+        faults += _node(facts, machine)
+        unset = ", ".join(setting.name for setting in settings(machine) if not _is_set(facts, setting))
+        notes.append(
+            (unset, f"not set: {unset}", f'eval "$(uv run scripts/doctor.py --mesh {machine.name} --exports)"')
+        )
+    levels: tuple[tuple[Level, list[Check]], ...] = (("fault", faults), ("note", notes))
+    return [Finding(level, what, fix) for level, checks in levels for found, what, fix in checks if found]
 
 
-def _fault(what: str, fix: str) -> Finding:
-    return Finding("fault", what, fix)
+def _is_set(facts: Facts, setting: Setting) -> bool:
+    return setting.name in (facts.environment.get("XLA_FLAGS", "") if setting.is_xla_flag else facts.environment)
 
 
-def _versions(facts: Facts) -> list[Finding]:
-    found, packages = [], facts.packages
+# fmt: off
+def _versions(facts: Facts) -> list[Check]:
+    packages = facts.packages
     jax, jaxlib = packages.get("jax", ""), packages.get("jaxlib", "")
-    if not OLDEST_JAX <= _numbers(jax) < NEWEST_JAX:
-        found.append(_fault(f"jax {jax or 'is not installed'}; the project runs on 0.11.2 up to 0.12", "uv sync"))
-    if _numbers(jax)[:3] != _numbers(jaxlib)[:3]:
-        found.append(_fault(f"jax {jax} with jaxlib {jaxlib}", "install the two of one version: uv sync"))
-    for name in ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"):
-        if name in packages and _numbers(packages[name])[:3] != _numbers(jaxlib)[:3]:
-            found.append(_fault(f"{name} {packages[name]} with jaxlib {jaxlib}", "install one version of all: uv sync"))
-    if "jax-cuda12-plugin" in packages and "jax-cuda13-plugin" in packages:
-        found.append(
-            _fault(
-                "plugins for CUDA 12 and CUDA 13 are installed together: jax would load either",
-                "keep one: uv sync, or uv sync --no-group cuda12 --group cuda13",
-            )
-        )
-    if "nvidia-nccl-cu12" in packages and "nvidia-nccl-cu13" in packages:
-        found.append(
-            _fault(
-                "two NCCL wheels are installed and write the same file, nvidia/nccl/lib/libnccl.so.2",
-                "pip uninstall both, then install one again: uv sync --reinstall-package nvidia-nccl-cu12",
-            )
-        )
-    return found
-
-
-def _gpus(facts: Facts) -> list[Finding]:
-    found, plugins = [], [name for name in DRIVERS if f"jax-{name}-plugin" in facts.packages]
-    if facts.gpus and not plugins:
-        found.append(_fault(f"{facts.gpus} GPUs, and no CUDA plugin for jax", "uv sync (brings jax[cuda12])"))
-    for name in plugins:
-        oldest, cuda = DRIVERS[name]
-        if facts.driver and _numbers(facts.driver) < (oldest,):
-            found.append(
-                _fault(
-                    f"driver {facts.driver} is too old for {cuda}, which needs {oldest} or newer", "update the driver"
-                )
-            )
-    for kind in sorted(set(facts.gpu_kinds)):
-        oldest = next((branch for name, branch in CARD_DRIVERS if re.search(name, kind)), 0)
-        if facts.driver and _numbers(facts.driver) < (oldest,):
-            found.append(
-                _fault(
-                    f"driver {facts.driver} is too old for {kind}, which needs {oldest} or newer", "update the driver"
-                )
-            )
-    first, right = WRONG_PTXAS
-    if facts.ptxas and first <= _numbers(facts.ptxas) < right:
-        found.append(
-            _fault(
-                f"ptxas {facts.ptxas} miscompiles masked attention, as every version from 12.8.0 up to 12.9.0 does",
-                "install that of CUDA 12.9.1 or newer: uv sync, or pip install 'nvidia-cuda-nvcc-cu12>=12.9.86'",
-            )
-        )
-    if facts.gpu_error:
-        found.append(
-            _fault(f"the driver shows {facts.gpus} GPUs and jax finds none: {facts.gpu_error}", "see the other faults")
-        )
-    if not facts.gpus:
-        why = "no NVIDIA driver" if facts.driver is None else f"driver {facts.driver} shows no GPU to this process"
-        found.append(
-            Finding("note", f"{why}: meshes are simulated on the CPU, in float32", "nothing, for a first look")
-        )
-    unknown = {kind for kind in facts.gpu_kinds if card_of(kind) is None}
-    for kind in sorted(unknown):
-        found.append(Finding("note", f"{kind} is no GPU of a preset", "meshes/hardware.py lists them; --mesh local"))
-    return found
-
-
-def _environment(facts: Facts) -> list[Finding]:
-    found, environment = [], facts.environment
-    if facts.flags_error:
-        found.append(
-            _fault(f"jaxlib refuses XLA_FLAGS: {facts.flags_error}", "remove the flag; every script would end at once")
-        )
-    platforms = environment.get("JAX_PLATFORMS", "")
-    if facts.gpus and platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
-        found.append(_fault(f"JAX_PLATFORMS is {platforms}: the GPUs stay unused", "unset JAX_PLATFORMS"))
-    if facts.gpus and re.search(r"cuda|cudnn|nccl", environment.get("LD_LIBRARY_PATH", ""), re.IGNORECASE):
-        found.append(
-            Finding(
-                "note",
-                "LD_LIBRARY_PATH names CUDA libraries, which are then loaded instead of jax's own wheels",
-                "unset LD_LIBRARY_PATH where jax reports a wrong version of cuDNN, cuBLAS or NCCL",
-            )
-        )
-    if launched(environment) is not None and any("_proxy" in name.lower() for name in environment):
-        found.append(
-            Finding("note", "proxy variables are set", "unset them where processes do not find their coordinator")
-        )
-    if facts.gpus > 1 and facts.shared_memory_bytes < GIB:
-        found.append(
-            _fault(
-                f"/dev/shm has {facts.shared_memory_bytes / GIB:.2f} GiB; NCCL needs about 1 GiB a node",
-                "docker --shm-size=8g, or an emptyDir of medium Memory at /dev/shm in Kubernetes",
-            )
-        )
-    return found
-
-
-def _node(facts: Facts, machine: Preset) -> list[Finding]:
-    """What a node with GPUs lacks for its part of a machine."""
-    found, topology = [], machine.topology
-    wanted = [GPUS[name].device_kind for name in machine.gpu_names]
-    if wrong := sorted({kind for kind in facts.gpu_kinds if card_of(kind, machine.gpu_names) is None}):
-        found.append(
-            _fault(f"{machine.name} is made of {', '.join(wanted)}; here are {', '.join(wrong)}", "--mesh local")
-        )
-    if machine.layout.num_devices > topology.gpus_per_node and facts.gpus < topology.gpus_per_node:
-        found.append(
-            _fault(
-                f"a node of {machine.name} has {topology.gpus_per_node} GPUs, here {facts.gpus} are visible",
-                "ask the launcher for all GPUs of the node; see docs/clusters.md",
-            )
-        )
-    if topology.num_nodes > 1 and topology.gpus_per_domain > topology.gpus_per_node and not facts.imex:
-        found.append(
-            _fault(
-                "no channel in /dev/nvidia-caps-imex-channels: NVLink does not reach the other trays",
-                "start nvidia-imex on every tray, or ask for a ComputeDomain in Kubernetes; see docs/clusters.md",
-            )
-        )
-    if topology.num_domains > 1 and not facts.infiniband:
-        found.append(
-            _fault(
-                "no InfiniBand adapter in /sys/class/infiniband: messages between nodes would go over TCP",
-                "give the container /dev/infiniband and the host's network; see docs/clusters.md",
-            )
-        )
-    unset = [
-        setting.name
-        for setting in settings(machine)
-        if setting.name not in (facts.environment.get("XLA_FLAGS", "") if setting.is_xla_flag else facts.environment)
+    wheels = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")
+    return [
+        (not OLDEST_JAX <= _numbers(jax) < NEWEST_JAX,
+         f"jax {jax or 'is not installed'}; the project runs on 0.11.2 up to 0.12", "uv sync"),
+        (_numbers(jax)[:3] != _numbers(jaxlib)[:3],
+         f"jax {jax} with jaxlib {jaxlib}", "install the two of one version: uv sync"),
+        *((_numbers(packages[name])[:3] != _numbers(jaxlib)[:3],
+           f"{name} {packages[name]} with jaxlib {jaxlib}", "install one version of all: uv sync")
+          for name in wheels if name in packages),
+        ({"jax-cuda12-plugin", "jax-cuda13-plugin"} <= packages.keys(),
+         "plugins for CUDA 12 and CUDA 13 are installed together: jax would load either",
+         "keep one: uv sync, or uv sync --no-group cuda12 --group cuda13"),
+        ({"nvidia-nccl-cu12", "nvidia-nccl-cu13"} <= packages.keys(),
+         "two NCCL wheels are installed and write the same file, nvidia/nccl/lib/libnccl.so.2",
+         "pip uninstall both, then install one again: uv sync --reinstall-package nvidia-nccl-cu12"),
     ]
-    if unset:
-        found.append(
-            Finding(
-                "note",
-                f"not set: {', '.join(unset)}",
-                f'eval "$(uv run scripts/doctor.py --mesh {machine.name} --exports)"',
-            )
-        )
-    return found
+
+
+def _gpu_faults(facts: Facts) -> list[Check]:
+    plugins = [name for name in DRIVERS if f"jax-{name}-plugin" in facts.packages]
+    needing = [(cuda, oldest) for oldest, cuda in map(DRIVERS.__getitem__, plugins)]
+    for kind in sorted(set(facts.gpu_kinds)):
+        needing.append((kind, next((branch for name, branch in CARD_DRIVERS if re.search(name, kind)), 0)))
+    first, right = WRONG_PTXAS
+    return [
+        (facts.gpus and not plugins,
+         f"{facts.gpus} GPUs, and no CUDA plugin for jax", "uv sync (brings jax[cuda12])"),
+        *((facts.driver and _numbers(facts.driver) < (oldest,),
+           f"driver {facts.driver} is too old for {what}, which needs {oldest} or newer", "update the driver")
+          for what, oldest in needing),
+        (facts.ptxas and first <= _numbers(facts.ptxas) < right,
+         f"ptxas {facts.ptxas} miscompiles masked attention, as every version from 12.8.0 up to 12.9.0 does",
+         "install that of CUDA 12.9.1 or newer: uv sync, or pip install 'nvidia-cuda-nvcc-cu12>=12.9.86'"),
+        (facts.gpu_error,
+         f"the driver shows {facts.gpus} GPUs and jax finds none: {facts.gpu_error}", "see the other faults"),
+    ]
+
+
+def _surroundings(facts: Facts) -> list[Check]:
+    platforms = facts.environment.get("JAX_PLATFORMS", "")
+    return [
+        (facts.flags_error,
+         f"jaxlib refuses XLA_FLAGS: {facts.flags_error}", "remove the flag; every script would end at once"),
+        (facts.gpus and platforms and not {"cuda", "gpu"} & set(platforms.split(",")),
+         f"JAX_PLATFORMS is {platforms}: the GPUs stay unused", "unset JAX_PLATFORMS"),
+        (facts.gpus > 1 and facts.shared_memory_bytes < GIB,
+         f"/dev/shm has {facts.shared_memory_bytes / GIB:.2f} GiB; NCCL needs about 1 GiB a node",
+         "docker --shm-size=8g, or an emptyDir of medium Memory at /dev/shm in Kubernetes"),
+    ]
+
+
+def _notes(facts: Facts) -> list[Check]:
+    why = "no NVIDIA driver" if facts.driver is None else f"driver {facts.driver} shows no GPU to this process"
+    libraries, environment = facts.environment.get("LD_LIBRARY_PATH", ""), facts.environment
+    return [
+        (not facts.gpus, f"{why}: meshes are simulated on the CPU, in float32", "nothing, for a first look"),
+        *((card_of(kind) is None, f"{kind} is no GPU of a preset", "meshes/hardware.py lists them; --mesh local")
+          for kind in sorted(set(facts.gpu_kinds))),
+        (facts.gpus and re.search(r"cuda|cudnn|nccl", libraries, re.IGNORECASE),
+         "LD_LIBRARY_PATH names CUDA libraries, which are then loaded instead of jax's own wheels",
+         "unset LD_LIBRARY_PATH where jax reports a wrong version of cuDNN, cuBLAS or NCCL"),
+        (launched(environment) is not None and any("_proxy" in name.lower() for name in environment),
+         "proxy variables are set", "unset them where processes do not find their coordinator"),
+    ]
+
+
+def _node(facts: Facts, machine: Preset) -> list[Check]:
+    """What a node with GPUs may lack for its part of a machine."""
+    topology = machine.topology
+    node, domain = topology.gpus_per_node, topology.gpus_per_domain
+    made_of = ", ".join(GPUS[name].device_kind for name in machine.gpu_names)
+    wrong = ", ".join(sorted({kind for kind in facts.gpu_kinds if card_of(kind, machine.gpu_names) is None}))
+    return [
+        (wrong, f"{machine.name} is made of {made_of}; here are {wrong}", "--mesh local"),
+        (machine.layout.num_devices > node > facts.gpus,
+         f"a node of {machine.name} has {node} GPUs, here {facts.gpus} are visible",
+         "ask the launcher for all GPUs of the node; see docs/clusters.md"),
+        (topology.num_nodes > 1 and domain > node and not facts.imex,
+         "no channel in /dev/nvidia-caps-imex-channels: NVLink does not reach the other trays",
+         "start nvidia-imex on every tray, or ask for a ComputeDomain in Kubernetes; see docs/clusters.md"),
+        (topology.num_domains > 1 and not facts.infiniband,
+         "no InfiniBand adapter in /sys/class/infiniband: messages between nodes would go over TCP",
+         "give the container /dev/infiniband and the host's network; see docs/clusters.md"),
+    ]
+# fmt: on
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -12,15 +12,15 @@ Exits with status 1 where something is wrong.
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kimi_jax.commands.options import ANY, Flag, Json, LayoutOptions, parse
 from kimi_jax.doctor import GB, Facts, Finding, Fit, examine, fits, gather, operations
 from kimi_jax.parallel.processes import launched
-from kimi_jax.tables import table_console
+from kimi_jax.tables import left, right, show, table
 from meshes.devices import use_cpu_if_no_gpu
 from meshes.environment import exports, settings
 from meshes.presets import PRESETS
@@ -60,28 +60,16 @@ def main(options: Options) -> None:
         report["environment"] = {name: v for name, v in facts.environment.items() if name.startswith(kept)}
         print(json.dumps(report))
     else:
-        out = table_console()
-        out.print(machine_table(facts), presets_table(presets), sep="\n\n")
-        out.print()
-        rows = [(pick.operation, pick.implementation, pick.reason) for pick in picks]
         title = "a step of K2.6: one request, 17 rows, 8,192 cached tokens"
-        out.print(table_of(title, ("operation", "served by", "why"), rows))
+        served = [(pick.operation, pick.implementation, pick.reason) for pick in picks]
+        shown = [machine_table(facts), "", presets_table(presets), ""]
+        shown += [table(title, left("operation", "served by", "why"), served), ""]
         if machine is not None:
-            rows = [(setting.name, setting.value, setting.reason) for setting in settings(machine)]
-            out.print()
-            out.print(table_of(f"settings for {machine.name} (--exports)", ("name", "value", "why"), rows))
-        out.print()
-        print_findings(out, findings)
+            shown += [Text(f"settings for {machine.name} (--exports)", "bold")]
+            shown += [*(f"{setting}: {setting.reason}" for setting in settings(machine)), ""]
+        show(*shown, *told(findings))
     if any(finding.level == "fault" for finding in findings):
         sys.exit(1)
-
-
-def table_of(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
-    """A plain table."""
-    table = Table(*columns, title=title, title_justify="left", title_style="bold", box=None, header_style="dim")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def machine_table(facts: Facts) -> Table:
@@ -97,25 +85,23 @@ def machine_table(facts: Facts) -> Table:
     launch = launched(facts.environment)
     started = "no launcher" if launch is None else f"{launch.launcher}, as {launch.process_id} of {launch.processes}"
     rows.append(("started by", started))
-    return table_of("this machine", ("", ""), rows)
+    return table("this machine", left("what", "found"), rows)
 
 
 def presets_table(presets: list[Fit]) -> Table:
     """Machines, and whether this is one."""
     rows = [(fit.preset, fit.layout, f"{fit.weight_bytes / GB:.1f}", fit.runs) for fit in presets]
-    table = table_of("presets", ("--mesh", "layout", "K2.6 GB a GPU", "runs here"), rows)
-    table.columns[2].justify = "right"
-    return table
+    columns = (*left("--mesh", "layout"), *right("K2.6 GB a GPU"), *left("runs here"))
+    return table("presets", columns, rows)
 
 
-def print_findings(out: Console, findings: list[Finding]) -> None:
+def told(findings: list[Finding]) -> Iterator[Text]:
     """Faults and notes with their fixes."""
     for finding in findings:
-        style = "red" if finding.level == "fault" else "yellow"
-        out.print(f"{finding.level}: {finding.what}", style=style, markup=False, highlight=False)
-        out.print(f"  → {finding.fix}", markup=False, highlight=False)
+        yield Text(f"{finding.level}: {finding.what}", "red" if finding.level == "fault" else "yellow")
+        yield Text(f"  → {finding.fix}")
     faults = sum(finding.level == "fault" for finding in findings)
-    out.print(f"{faults or 'no'} fault{'' if faults == 1 else 's'} found", highlight=False)
+    yield Text(f"{faults or 'no'} fault{'' if faults == 1 else 's'} found")
 
 
 def run(args: Sequence[str], prog: str | None = None) -> None:
