@@ -1,7 +1,8 @@
 """What the host does before a launch: the LLVM IR of Mosaic's host function, executed.
 
 It is straight-line code that builds the tensor maps and the launch's sizes in memory of its own, and hands them to two
-functions of the runtime. Executing it gives a launch exactly as a card's driver would get it.
+functions of the runtime. Executing it gives a launch exactly as a card's driver would get it. Since jax 0.12 it
+describes the launch (`mosaic_gpu_build_kernel_spec`), before that it launches (`mosaic_gpu_launch_kernel`).
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from ptx.parser import Program, PtxError
 
 _ELEMENT_BYTES = {1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 2, 9: 4, 10: 8}
 """Mosaic's numbers of element types: integers of 8 to 64 bits, f16, f32, bf16, signed integers."""
-_BUFFERS, _SPEC = 1 << 32, 1 << 33
+_BUFFERS, _SPEC, _STREAM = 1 << 32, 1 << 33, 1 << 34
 
 
 def launch(ir: str, program: Program, buffers: Sequence[Bytes]) -> Launch:
@@ -30,20 +31,19 @@ def launch(ir: str, program: Program, buffers: Sequence[Bytes]) -> Launch:
     host.execute(ir, program.name.removesuffix("_kernel"))
     if host.spec is None:
         raise PtxError("the host function launches nothing")
-    _, *sizes, shared, _, count, values, value_sizes = host.spec
     parameters = np.full(max(program.parameter_bytes, 1), 0xFF, np.uint8)
     maps: dict[int, TensorMap] = {}
     offsets = list(program.parameters.values())
-    if len(offsets) != count:
-        raise PtxError(f"the kernel has {len(offsets)} parameters, the launch gives {count}")
-    for number, offset in enumerate(offsets):
-        source = host.memory[values + 8 * number]
-        size = host.memory[value_sizes + 4 * number]
-        if size == 0:  # a pointer; else an object passed by value, here tensor maps one after another
-            parameters[offset : offset + 8] = np.frombuffer(np.uint64(host.memory[source]).tobytes(), np.uint8)
-        for at in range(0, size, DESCRIPTOR_BYTES):
-            if source + at in host.maps:
-                maps[PARAMETERS + offset + at] = host.maps[source + at]
+    if len(offsets) != len(host.values):
+        raise PtxError(f"the kernel has {len(offsets)} parameters, the launch gives {len(host.values)}")
+    for offset, value in zip(offsets, host.values, strict=True):
+        if isinstance(value, _Object):  # tensor maps one after another
+            for at in range(0, value.size, DESCRIPTOR_BYTES):
+                if value.start + at in host.maps:
+                    maps[PARAMETERS + offset + at] = host.maps[value.start + at]
+        else:
+            parameters[offset : offset + 8] = np.frombuffer(np.uint64(value).tobytes(), np.uint8)
+    _, *sizes, shared, _ = host.spec
     grid, cluster, block = ((sizes[i], sizes[i + 1], sizes[i + 2]) for i in (0, 3, 6))
     return Launch(
         grid,
@@ -56,6 +56,14 @@ def launch(ir: str, program: Program, buffers: Sequence[Bytes]) -> Launch:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Object:
+    """Bytes that are passed by value."""
+
+    start: int
+    size: int
+
+
 @dataclasses.dataclass
 class _Host:
     """Registers, memory (a value at each address) and what the runtime's functions were called with."""
@@ -65,18 +73,25 @@ class _Host:
     memory: dict[int, Any] = dataclasses.field(default_factory=dict)
     maps: dict[int, TensorMap] = dataclasses.field(default_factory=dict)
     spec: list[int] | None = None
+    """The function, the sizes of grid, cluster and block, of shared memory, and one more."""
+    values: list[int | _Object] = dataclasses.field(default_factory=list)
+    """The kernel's parameters."""
     top: int = 1 << 20
 
     def execute(self, ir: str, name: str) -> None:
-        body = re.search(rf"^define void @{re.escape(name)}\(ptr %0, ptr %1\)[^{{]*\{{\n(.*?)^\}}", ir, re.M | re.S)
+        body = re.search(
+            rf"^define (?:void|i32) @{re.escape(name)}\(ptr %0, (?:ptr %1, )?ptr (%[12])\)[^{{]*\{{\n(.*?)^\}}",
+            ir,
+            re.M | re.S,
+        )
         if body is None:
             raise PtxError(f"the host module has no function {name}")
-        self.registers.update({"%0": _SPEC, "%1": _BUFFERS})
+        self.registers.update({"%0": _SPEC, "%1": _STREAM, body[1]: _BUFFERS})
         for i in range(len(self.buffers)):
             self.memory[_BUFFERS + 8 * i] = buffer_address(i)
-        for line in body[1].splitlines():
+        for line in body[2].splitlines():
             statement = re.sub(r",? *(!dbg.*|align \d+)$", "", line.split(";")[0].strip())
-            if statement and statement != "ret void":
+            if statement and not statement.startswith("ret "):
                 try:
                     self.step(statement)
                 except (KeyError, TypeError, ValueError) as error:
@@ -99,14 +114,15 @@ class _Host:
             value, pointer = _split(rest)
             self.memory[self.value(pointer)] = self.value(value)
         elif word == "call":
-            function, arguments = re.match(r"void @(\w+)\((.*)\)$", rest).groups()  # pyright: ignore
+            function, arguments = re.match(r"(?:void|i32) @(\w+)\((.*)\)$", rest).groups()  # pyright: ignore
             self.call(function, [self.value(a) for a in _split(arguments)])
         else:
             self.registers[target] = getattr(self, f"do_{word}")(rest)
 
     def do_load(self, rest: str) -> Any:
         kind, pointer = _split(rest)
-        return {} if kind.startswith("[") else self.memory[self.value(pointer)]
+        at = self.value(pointer)
+        return _Object(at, _size(kind)) if kind.startswith("[") else self.memory[at]
 
     def do_alloca(self, rest: str) -> int:
         kind, *count = _split(rest)
@@ -149,7 +165,15 @@ class _Host:
 
     def call(self, function: str, arguments: list[Any]) -> None:
         if function == "mosaic_gpu_build_kernel_spec":
-            self.spec = arguments
+            *self.spec, count, values, sizes = arguments
+            for number in range(count):
+                at, size = self.memory[values + 8 * number], self.memory[sizes + 4 * number]
+                self.values.append(_Object(at, size) if size else self.memory[at])
+        elif function == "mosaic_gpu_launch_kernel":
+            *self.spec, _, values = arguments
+            while values in self.memory:
+                self.values.append(self.memory[self.memory[values]])
+                values += 8
         elif function == "mosaic_gpu_init_tma_desc":
             at, base, element, rank, sizes, strides, swizzle, box = arguments
             itemsize = _ELEMENT_BYTES[element]
