@@ -4,13 +4,14 @@ Calibration points were in view when constants were chosen. Held-out points were
 misses one, that is the finding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kimi_jax.estimator import step
 from kimi_jax.estimator.acceptance import Acceptance, rate_for_length
 from kimi_jax.estimator.scenario import Prefill, default_acceptance, make_scenario
+from kimi_jax.estimator.search import ERROR_BAND
 from kimi_jax.estimator.step import Estimate
 from kimi_jax.ledger.models import k26
 from kimi_jax.ledger.precision import Precision
@@ -163,3 +164,11 @@ ACCEPTANCE_POINTS = (
     AcceptancePoint("Qwen3-8B, block 16, T=1", "held-out", 16, 5.24, 16, 6.12, DOMINO),
     AcceptancePoint("dtree-mlx, block 16, budget 24", "held-out", 16, 5.71, 24, 7.17, "DrHB/dtree-mlx page"),
 )
+
+
+def compared(role: str) -> Iterator[tuple[str, Point | AcceptancePoint, float]]:
+    """Every point of a role with its name in a table and the error that the model claims for it."""
+    yield from ((p.name, p, ERROR_BAND[p.family]) for p in POINTS if p.role == role)
+    for a in ACCEPTANCE_POINTS:
+        if a.role == role:
+            yield f"tokens a round: {a.name}, budget {a.budget}", a, ACCEPTANCE_BAND

@@ -6,7 +6,6 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from kimi_jax.estimator import search
 from kimi_jax.estimator.report import number
 from kimi_jax.estimator.study import published
 from kimi_jax.estimator.study.original import Figure
@@ -23,10 +22,8 @@ def original_table(figures: Sequence[Figure], wide: bool = False) -> Table:
         if f.group != group:
             group = f.group
             rows += [None, (Text(group, style="bold"), *[""] * 6)]
-        error = f"{100 * (f.reproduced / f.published - 1):+.2f} %"
-        rows.append(
-            (f"  {f.name}", f"{f.published:,g}", number(f.reproduced), error, number(f.corrected), f.unit, f.note)
-        )
+        rows.append((f"  {f.name}", f"{f.published:,g}", number(f.reproduced), f"{100 * f.error:+.2f} %",
+                     number(f.corrected), f.unit, f.note))  # fmt: skip
     return table("The original analysis, reproduced, beside the corrected model", columns, rows, wide=wide)
 
 
@@ -37,16 +34,9 @@ def validation_table(wide: bool = False) -> Table:
     rows: list[tuple[str | Text, ...] | None] = []
     for role in ("calibration", "held-out"):
         rows += [None, (Text(role, style="bold"), *[""] * 6)]
-        for p in published.POINTS:
-            if p.role == role:
-                rows.append((p.name, role, number(p.published), number(p.predicted), f"{100 * p.error:+.0f} %",
-                             f"±{100 * search.ERROR_BAND[p.family]:.0f} %", p.source))  # fmt: skip
-        for a in published.ACCEPTANCE_POINTS:
-            if a.role == role:
-                rows.append(
-                    (f"acceptance: {a.name}", role, f"{a.published:.2f}", f"{a.predicted:.2f}",
-                     f"{100 * a.error:+.0f} %", f"±{100 * published.ACCEPTANCE_BAND:.0f} %", a.source)
-                )  # fmt: skip
+        for name, p, band in published.compared(role):
+            rows.append((name, role, number(p.published), number(p.predicted), f"{100 * p.error:+.0f} %",
+                         f"±{100 * band:.0f} %", p.source))  # fmt: skip
     caption = f"overlap {published.OVERLAP:g} for all rows"
     return table("Predicted against published", columns, rows, wide=wide, caption=caption)
 
