@@ -72,7 +72,7 @@ def measure(layers: int) -> dict[str, Any]:
         "seconds": statistics.median(times[WARM_UP:]),
         "finite": finite,
         "thunks": thunks,
-        "temporary_bytes": compiled.memory.temporaries,
+        "temporary_bytes": compiled.temporaries,
         **{pick.operation: str(pick) for pick in served},
     }
 
@@ -83,7 +83,7 @@ def compiled(card: str, layers: int) -> dict[str, Any]:
         found: Compiled = compile_program(_case(card, layers), dump=Path(dump), registers=True)
         thunks = _thunks(Path(dump))
     kernels = {kernel.name: kernel.registers for kernel in found.assembled}
-    return {"kernels": kernels, "temporary_bytes": found.memory.temporaries, "thunks": thunks}
+    return {"kernels": kernels, "temporary_bytes": found.temporaries, "thunks": thunks}
 
 
 def _case(card: str | None, layers: int) -> Case:

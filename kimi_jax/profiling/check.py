@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from kimi_jax.ledger.rates import Network, transfer
 from kimi_jax.ledger.step import Need, ledger
 from kimi_jax.parallel.messages import as_sent
 from kimi_jax.profiling.case import Case
 from kimi_jax.profiling.report import PartReport, Report
+from kimi_jax.tables import left, right, table
 from meshes import gpu
 
 TOLERANCE = 0.05
@@ -123,22 +125,13 @@ def data(pairs: tuple[Pair, ...]) -> list[dict[str, Any]]:
 
 def show(pairs: tuple[Pair, ...], title: str) -> Table:
     """Both sides for a terminal; bytes in MB."""
-    table = Table(title=title, title_justify="left")
-    for name in ("part", "what"):
-        table.add_column(name)
-    for name in ("ledger", "compiler", "difference"):
-        table.add_column(name, justify="right")
+    rows: list[tuple[str | Text, ...] | None] = []
     last = ""
     for pair in sorted(pairs, key=lambda pair: pair.part):
-        if pair.part != last:
-            table.add_section()
-        scale = 1e6 if pair.unit == "B" else 1
-        digits = 3 if pair.unit == "B" else 0
-        name = f"{pair.what}, MB" if pair.unit == "B" else pair.what
-        table.add_row(
-            pair.part if pair.part != last else "", name, f"{pair.counted / scale:,.{digits}f}",
-            f"{pair.compiled / scale:,.{digits}f}", f"{100 * pair.difference:+.1f} %",
-            style=None if pair.agrees else "bold red",
-        )  # fmt: skip
+        name, scale, digits = (f"{pair.what}, MB", 1e6, 3) if pair.unit == "B" else (pair.what, 1, 0)
+        figures = (f"{value / scale:,.{digits}f}" for value in (pair.counted, pair.compiled))
+        apart = Text(f"{100 * pair.difference:+.1f} %", "" if pair.agrees else "bold red")
+        rows += [] if pair.part == last else [None]
+        rows.append((pair.part if pair.part != last else "", name, *figures, apart))
         last = pair.part
-    return table
+    return table(title, (*left("part", "what"), *right("ledger", "compiler", "difference")), rows[1:])

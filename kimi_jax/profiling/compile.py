@@ -28,13 +28,14 @@ from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.decoding.speculation import Speculation
 from kimi_jax.decoding.state import DecodeState
 from kimi_jax.drafter.dflash import DFlash
+from kimi_jax.ledger import layout_rules
 from kimi_jax.model.attention import LatentAttention
 from kimi_jax.model.moe import Experts, Router
 from kimi_jax.model.transformer import Transformer
 from kimi_jax.parallel import collectives
 from kimi_jax.parallel.exchange.choice import may_overflow
 from kimi_jax.parallel.sharding import REQUESTS, rules
-from kimi_jax.parameters import Declaration, Parameters, abstract, declarations
+from kimi_jax.parameters import Parameters, abstract
 from kimi_jax.profiling.case import Case
 from kimi_jax.profiling.placed import Placed
 from meshes.devices import build_mesh
@@ -46,20 +47,7 @@ NEW_TOKENS = 256
 
 
 class CompileError(RuntimeError):
-    """A program that does not compile; the message names the layer and part, or the weight and axis."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Bytes on one device, as XLA laid them out."""
-
-    arguments: int
-    outputs: int
-    aliased: int
-    """Of the outputs, what lives in donated arguments."""
-    temporaries: int
-    code: int
-    peak: int
+    """A program that does not lower or compile; the message names the layer, part and axis."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +57,10 @@ class Compiled:
     case: Case
     text: str
     """Scheduled, optimised HLO."""
-    memory: Memory
+    temporaries: int
+    """Bytes on one device beside arguments and outputs, as XLA laid them out."""
+    peak: int
+    """Bytes that are alive on one device at once, at most."""
     lower_seconds: float
     compile_seconds: float
     weights: tuple[Placed, ...]
@@ -82,20 +73,19 @@ class Compiled:
     """Most memory this process has held, the compile included."""
 
 
-def placed_weights(programs: Programs) -> tuple[Placed, ...]:
-    """Every weight as one device holds it. Raises CompileError for one that its axes cut unevenly."""
-    return tuple(_placed(abstract_parameters(programs)))
-
-
 def programs_of(case: Case, mesh: Mesh) -> Programs:
-    """The decoding programs of a case, as the engine makes them, with greedy sampling."""
-    model = model_for(case.config, case.preset.layout)
+    """The decoding programs of a case, as the engine makes them, with greedy sampling.
+
+    Raises:
+      LayoutError: a dimension that the layout does not divide, naming the sizes that work.
+    """
+    layout = case.preset.layout
+    layout_rules.check(case.config, layout, case.drafter)
+    model = model_for(case.config, layout)
     speculation = Speculation()
     if case.budget and case.drafter is not None:
-        tp = case.preset.layout.tp
-        context = DFlashContext(DFlash(case.drafter, tp), tp)
+        context = DFlashContext(DFlash(case.drafter, layout.tp), layout.tp)
         speculation = Speculation(DFlashDrafter(context, "tree", case.budget))
-    layout = case.preset.layout
     return Programs(
         model, mesh, rules(layout), Sampling(), case.config.eos_token_ids, case.dtype, speculation,
         exchange_may_overflow=may_overflow(layout),
@@ -185,12 +175,13 @@ def compile_for(
             raise CompileError(f"{what} does not compile{_part_in(str(error))}: {error}") from error
     compiled_at = time.perf_counter()
     stage("reading the compiled program")
-    text = compiled.as_text()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
     return (
         Compiled(
             case=case,
             text=text,
-            memory=_memory(compiled),
+            temporaries=memory.temp_size_in_bytes,
+            peak=memory.peak_memory_in_bytes,
             lower_seconds=lowered_at - started,
             compile_seconds=compiled_at - lowered_at,
             weights=tuple(_placed(arguments[0])),
@@ -226,49 +217,19 @@ def dump_options(dump: Path | None) -> dict[str, Any] | None:
     return {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True, "xla_dump_hlo_as_proto": True}
 
 
-def _memory(compiled: Any) -> Memory:
-    found = compiled.memory_analysis()
-    return Memory(
-        arguments=found.argument_size_in_bytes,
-        outputs=found.output_size_in_bytes,
-        aliased=found.alias_size_in_bytes,
-        temporaries=found.temp_size_in_bytes,
-        code=found.generated_code_size_in_bytes,
-        peak=found.peak_memory_in_bytes,
-    )
-
-
 def _array(mesh: Mesh, shape: tuple[int, ...], dtype: DTypeLike, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
 def abstract_parameters(programs: Programs) -> Parameters:
-    """Shapes and shardings of what the programs need. Raises CompileError for a weight that its axes cut unevenly."""
+    """Shapes and shardings of what the programs need."""
     modules = {"target": programs.model, "drafter": programs.speculation.module}
     parameters: Parameters = {}
     for name in programs.needs:
         module = modules[name]
         assert module is not None
-        for declaration in declarations(module, programs.dtype):
-            _check_divides(name, declaration, programs)
         parameters[name] = abstract(module, programs.dtype, programs.mesh, programs.rules)
     return parameters
-
-
-def _check_divides(module: str, declaration: Declaration, programs: Programs) -> None:
-    """Refuses a weight that its axes cut unevenly, by name: jax would name only a shape."""
-    spec = declaration.spec(programs.rules)
-    for dimension, (size, axes) in enumerate(zip(declaration.shape, spec, strict=True)):
-        names = () if axes is None else (axes,) if isinstance(axes, str) else axes
-        ranks = 1
-        for axis in names:
-            ranks *= programs.mesh.shape[axis]
-        if size % ranks:
-            path = ".".join(map(str, declaration.path))
-            raise CompileError(
-                f"{module} weight {path} has {size} in dimension {dimension}, which {' × '.join(names)} "
-                f"({ranks} devices) does not divide"
-            )
 
 
 def _state(programs: Programs, case: Case, new_tokens: int) -> DecodeState:

@@ -21,7 +21,6 @@ from kimi_jax.profiling.hlo import Module
 from kimi_jax.profiling.messages import Collective, collectives
 from kimi_jax.profiling.placed import Placed, read_whole, state_bytes, weight_bytes, weight_part
 from meshes.hardware import GPU, gpu
-from pallas_kernels.assembler import Assembled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,12 +120,7 @@ class Report:
     host_transfers: tuple[str, ...]
     custom_calls: dict[str, int]
     touched_experts: float
-    lower_seconds: float
-    compile_seconds: float
-    host_bytes: int
-    """Most memory that the compiling process held."""
-    peak_bytes: int
-    assembled: tuple[Assembled, ...]
+    compiled: Compiled
     whole: Holdings | None = None
     """What the whole model would hold, where some of its layers were compiled; temporaries are those of the program."""
     whole_layers: int = 0
@@ -185,7 +179,7 @@ class Report:
             "rows_per_request": case.rows,
             "context": case.context,
             "budget": case.budget,
-            "memory": _as_dict(self.holdings) | {"xla_peak": self.peak_bytes},
+            "memory": _as_dict(self.holdings) | {"xla_peak": self.compiled.peak},
             "whole_model": self.whole and {"layers": self.whole_layers, "memory": _as_dict(self.whole)},
             "verdict": self.verdict,
             "parts": [dataclasses.asdict(part) | {"floor_us": part.floor_us} for part in self.parts],
@@ -197,10 +191,8 @@ class Report:
             "materialised": [dataclasses.asdict(found) for found in self.materialised],
             "host_transfers": list(self.host_transfers),
             "custom_calls": self.custom_calls,
-            "assembled": [dataclasses.asdict(kernel) for kernel in self.assembled],
-            "lower_seconds": self.lower_seconds,
-            "compile_seconds": self.compile_seconds,
-            "host_bytes": self.host_bytes,
+            "assembled": [dataclasses.asdict(kernel) for kernel in self.compiled.assembled],
+            **{name: getattr(self.compiled, name) for name in ("lower_seconds", "compile_seconds", "host_bytes")},
         }
 
 
@@ -262,7 +254,7 @@ def make_report(compiled: Compiled, whole: Case | None = None) -> Report:
                 else None,
             )
         )
-    temporaries, found = compiled.memory.temporaries, card if timed else None
+    temporaries, found = compiled.temporaries, card if timed else None
     return Report(
         case=case,
         parts=tuple(parts),
@@ -273,11 +265,7 @@ def make_report(compiled: Compiled, whole: Case | None = None) -> Report:
         host_transfers=tuple(traffic.host_transfers(module)),
         custom_calls=traffic.custom_calls(module),
         touched_experts=case.step.experts.experts,
-        lower_seconds=compiled.lower_seconds,
-        compile_seconds=compiled.compile_seconds,
-        host_bytes=compiled.host_bytes,
-        peak_bytes=compiled.memory.peak,
-        assembled=compiled.assembled,
+        compiled=compiled,
     )
 
 

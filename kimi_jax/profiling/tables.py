@@ -22,7 +22,7 @@ def show(report: Report, live: Live | None = None, wide: bool = False) -> list[R
     tables = [_memory_table(report), _parts_table(report, live, wide)]
     if any(part.collectives for part in report.parts):
         tables.append(_messages_table(report))
-    if report.assembled:
+    if report.compiled.assembled:
         tables.append(_assembler_table(report, wide))
     return [*_answer(report, live), *tables, *_notes(report, live)]
 
@@ -58,8 +58,8 @@ def _notes(report: Report, live: Live | None) -> list[str]:
         exchange_note(report.case),
         f"Routed experts: {report.touched_experts:.1f} a rank and layer when routing is uniform.",
         f"Dense weights are read {report.read_ratio:.2f} × once each.",
-        f"Lowered in {report.lower_seconds:.0f} s and compiled in {report.compile_seconds:.0f} s, "
-        f"{report.host_bytes / GB:.1f} GB of host memory.",
+        f"Lowered in {report.compiled.lower_seconds:.0f} s and compiled in {report.compiled.compile_seconds:.0f} s, "
+        f"{report.compiled.host_bytes / GB:.1f} GB of host memory.",
         " ".join(sources),
     ]
     return [note for note in notes if note]
@@ -158,7 +158,7 @@ def _assembler_table(report: Report, wide: bool) -> Table:
     rows = [
         (k.name, *map(str, (k.registers, k.stack_bytes, k.spill_store_bytes, k.spill_load_bytes)),
          "" if k.shared_bytes is None else f"{k.shared_bytes:,}")
-        for k in report.assembled
+        for k in report.compiled.assembled
     ]  # fmt: skip
     return table("Pallas kernels as assembled: registers a thread, bytes", columns, rows, wide=wide)
 

@@ -197,7 +197,7 @@ def test_estimator_and_compiler_agree_at_full_width(place):
     command = [sys.executable, SCRIPT, "check", *place, "--layers", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:] + done.stdout
-    assert "Estimator and compiler agree." in done.stdout
+    assert "Ledger and compiler agree." in done.stdout
 
 
 def test_any_model_of_the_family(main, capsys, tmp_path):

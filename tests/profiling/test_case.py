@@ -7,28 +7,20 @@ import pytest
 
 from kimi_jax.ledger.models import k26, kimi_drafter
 from kimi_jax.profiling.case import Case
-from kimi_jax.profiling.compile import (
-    CompileError,
-    abstract_parameters,
-    compile_for,
-    placed_weights,
-    program_arguments,
-    programs_of,
-)
+from kimi_jax.profiling.compile import CompileError, abstract_parameters, compile_for, program_arguments, programs_of
 from meshes.devices import build_mesh
-from meshes.presets import preset
+from meshes.presets import LayoutError, preset
 
 
 def case_on(mesh: str, card: str, **changes) -> Case:
     return Case(k26(), preset(mesh), card, requests=64, context=8192, drafter=kimi_drafter(), **changes)
 
 
-def test_a_weight_that_an_axis_does_not_divide_is_named():
+def test_a_drafter_that_tp_does_not_divide_is_named():
     case = case_on("nvl72", "gb300")
-    programs = programs_of(case, build_mesh(case.preset, jax.devices()))
-    uneven = dataclasses.replace(programs, rules={**programs.rules, "heads": ("ep", "tp")})
-    with pytest.raises(CompileError, match=r"self_attn\.\w+\.weight has \d+ in dimension \d, which ep × tp \(72"):
-        placed_weights(uneven)
+    uneven = dataclasses.replace(case, drafter=dataclasses.replace(kimi_drafter(), intermediate_size=18_436))
+    with pytest.raises(LayoutError, match=r"tp 8 does not divide drafter's MLP width 18436"):
+        programs_of(uneven, build_mesh(case.preset, jax.devices()))
 
 
 def test_what_does_not_lower_names_layer_part_and_axis(monkeypatch):
