@@ -37,15 +37,15 @@ def test_a_request_alone(ahead):
     host.check_empty()
 
 
-def test_no_more_rounds_than_the_limit_needs():
-    for ahead in (0, 1):
-        host = Host(shape(ahead=ahead, depth=0))
-        host.submit(request("a", 3, 13))
-        host.finish()
-        # The first token comes with the prompt, one from a round of its own, so that the text starts, then eight, and
-        # of the last three none is missed or run twice.
-        assert [plan.rounds for plan in host.plans] == [0, 1, 8, 8]
-        assert host.device.used == 12
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize(("limit", "rounds"), [(13, [0, 1, 8, 8]), (12, [0, 1, 8, 2]), (11, [0, 1, 8, 1]), (1, [0])])
+def test_no_more_rounds_than_the_limit_needs(ahead, limit, rounds):
+    """The first token comes with the prompt, one from a round of its own, so that the text starts, then eight."""
+    host = Host(shape(ahead=ahead, depth=0))
+    host.submit(request("a", 3, limit))
+    host.finish()
+    assert [plan.rounds for plan in host.plans] == rounds
+    assert host.device.used == limit - 1
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -172,6 +172,25 @@ def test_preemption_changes_no_text(ahead):
     assert all(host.outcomes[one.id].text == alone(one) for one in some)
     assert "x" not in [id for plan in host.plans for id in plan.preempted]  # the oldest never is
     host.check_empty()
+
+
+def test_a_preempted_request_keeps_its_place_in_the_queue():
+    host = Host(shape(pages=12, tiles=12, slots_per_group=2, ahead=0), overtakes=0)
+    host.submit(request("a", 8, 30), request("b", 8, 30), request("c", 4, 4), request("d", 4, 4))
+    host.finish()
+    assert {id for plan in host.plans for id in plan.preempted} == {"b"}
+    order = [admission.id for plan in host.plans for admission in plan.admissions]
+    assert order[:2] == ["a", "b"]
+    assert order[-3:] == ["b", "c", "d"]
+
+
+def test_admission_leaves_a_page_for_each_slot_that_grows():
+    for pages, admitted in ((12, ["a", "b"]), (13, ["a", "b", "c"])):
+        host = Host(shape(pages=pages, tiles=8, lanes=4, ahead=0))
+        # Five pages at once, of eight in the end; five, of five in the end; then two, and one for the first.
+        host.submit(request("a", 17, 12), request("b", 17, 3), request("c", 5, 3))
+        host.step()
+        assert [admission.id for admission in host.plans[0].admissions] == admitted
 
 
 def test_two_preemptions_and_then_pages_to_the_end():
