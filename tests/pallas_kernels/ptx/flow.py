@@ -1,7 +1,7 @@
 """Control flow: branches, reconvergence, barriers of threads and the end of a thread."""
 
+import functools
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,10 @@ WARP = 32
 PRED, U32 = KINDS["pred"], KINDS["u32"]
 
 
-def blocks(code: Sequence[Decoded]) -> list[tuple[list[Decoded], int]]:
+@functools.cache
+def blocks(decoder: Decoder) -> list[tuple[list[Decoded], int]]:
     """For every instruction: those from it to the next that decides where to go on or is gone to, and where that is."""
+    code = decoder.code
     targets = {d.instruction.target for d in code}
     found: list[tuple[list[Decoded], int]] = [([], len(code))] * (len(code) + 1)
     for pc in range(len(code) - 1, -1, -1):
@@ -28,11 +30,13 @@ def blocks(code: Sequence[Decoded]) -> list[tuple[list[Decoded], int]]:
     return found
 
 
-def post_dominators(code: Sequence[Decoded]) -> list[int]:
+@functools.cache
+def post_dominators(decoder: Decoder) -> list[int]:
     """For every instruction, the first that all paths from it to the end pass through; the length of the code is last.
 
     Cooper, Harvey and Kennedy, "A simple, fast dominance algorithm", on the reversed graph.
     """
+    code = decoder.code
     end = len(code)
     after: list[list[int]] = []
     for pc, d in enumerate(code):
@@ -100,7 +104,7 @@ def branch(decoder: Decoder, instruction: Instruction, rest: tuple[str, ...]) ->
         if (way == way[0]).all():
             if way[0] < 2:
                 return target if way[0] else None
-            meeting = _meeting(group)
+            meeting = post_dominators(group.cta.cluster.decoder)[group.pc]
             group.stack.append((meeting, group.mask, group.meeting))
             group.stack.append((target, where.copy(), meeting))
             group.mask, group.meeting = active & ~where, meeting
@@ -113,13 +117,6 @@ def branch(decoder: Decoder, instruction: Instruction, rest: tuple[str, ...]) ->
         ]
 
     return run
-
-
-def _meeting(group: Any) -> int:
-    cluster = group.cta.cluster
-    if not hasattr(cluster.decoder, "meetings"):
-        cluster.decoder.meetings = post_dominators(cluster.decoder.code)
-    return cluster.decoder.meetings[group.pc]
 
 
 def leave(decoder: Decoder, instruction: Instruction, rest: tuple[str, ...]) -> Run:

@@ -208,7 +208,7 @@ class Cluster:
         self.queues: dict[Hashable, deque[Callable[[], None]]] = {}
         self.arrived, self.generation, self._unique = 0, 0, 0
         self.groups = [Group(cta, 0, cta.threads) for cta in self.ctas]
-        self.blocks = flow.blocks(decoder.code)
+        self.blocks = flow.blocks(decoder)
         self.instructions = 0
 
     def later(self, kind: str, work: Callable[[], None], queue: Hashable = None) -> None:

@@ -1,6 +1,7 @@
 """Machine code of a kernel as SASS: ptxas of the CUDA plugin's wheels, nvdisasm of a wheel of its own."""
 
 import collections
+import functools
 import re
 import subprocess
 import tempfile
@@ -8,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 
+@functools.cache
 def tool(name: str) -> Path:
     """A program of one of the installed NVIDIA wheels.
 

@@ -49,7 +49,7 @@ def attention(
 
 
 RUNS = {
-    "gate and up at full k": experts(9, 7168, 256, Order(1), cards=("h200",)),
+    "gate and up at full k": experts(9, 7168, 256, Order(1), slots=2, ctas=2, cards=("h200",)),
     "hopper 16": experts(12, 1024, 256, OVERWRITING, "hopper", rows=16, stages=2),
     "blackwell 16": experts(12, 1024, 256, LATE, "blackwell", rows=16, stages=2),
     "attention cluster": attention((100, 0), 9, 8, Order(3), "hopper", splits=3),
