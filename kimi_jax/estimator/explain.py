@@ -1,13 +1,14 @@
 """Where each number behind an estimate comes from, and how much the answer moves if it is 20 % off."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from kimi_jax.estimator.scenario import Scenario, default_acceptance
 from kimi_jax.estimator.step import estimate
-from kimi_jax.ledger import routing
-from kimi_jax.ledger.constants import Constants, LinkConstants
+from kimi_jax.ledger.constants import Constants
+from kimi_jax.ledger.routing import zipf
 
 CHANGE = 0.20
 
@@ -39,79 +40,51 @@ class Effect:
         return max(abs(self.lower), abs(self.higher))
 
 
-@dataclass(frozen=True)
-class _Input:
-    name: str
-    value: float
-    unit: str
-    kind: str
-    source: str
-    change: Callable[[Scenario, float], Scenario]
+def _inputs(s: Scenario) -> Iterator[tuple[Effect, tuple[str, ...]]]:
+    """Everything that an estimate stands on, without its effect yet, and the fields that lead to it in the scenario."""
 
+    def at(name: str, value: float, unit: str, kind: str, source: str, *path: str) -> tuple[Effect, tuple[str, ...]]:
+        return Effect(name, value, unit, kind, source, 0.0, 0.0), path
 
-def _set_constant(name: str) -> Callable[[Scenario, float], Scenario]:
-    def change(s: Scenario, value: float) -> Scenario:
-        constants = dataclasses.replace(s.constants, **{name: value})
-        changed = dataclasses.replace(s, constants=constants)
-        if name in ("zipf_offset", "tree_diversity") and s.routing.name.startswith("zipf"):
-            skew = routing.zipf(s.routing.num_experts, s.routing.top_k, constants.zipf_offset, constants.tree_diversity)
-            changed = dataclasses.replace(changed, routing=skew)
-        if name in ("hit_rate", "unsure_rate", "sibling_share", "after_sibling") and s.budget:
-            acceptance = default_acceptance(s.drafter.block_size, constants=constants)
-            if s.acceptance == default_acceptance(s.drafter.block_size, constants=s.constants):
-                changed = dataclasses.replace(changed, acceptance=acceptance)
-        return changed
-
-    return change
-
-
-def _set_kernel(group: str, name: str) -> Callable[[Scenario, float], Scenario]:
-    def change(s: Scenario, value: float) -> Scenario:
-        piece = dataclasses.replace(getattr(s.kernels, group), **{name: value})
-        return dataclasses.replace(s, kernels=dataclasses.replace(s.kernels, **{group: piece}))
-
-    return change
-
-
-def _set_gpu(name: str) -> Callable[[Scenario, float], Scenario]:
-    def change(s: Scenario, value: float) -> Scenario:
-        if name.endswith("_link"):
-            link = dataclasses.replace(getattr(s.gpu, name), bytes_per_s=value)
-            return dataclasses.replace(s, gpu=dataclasses.replace(s.gpu, **{name: link}))
-        return dataclasses.replace(s, gpu=dataclasses.replace(s.gpu, **{name: value}))
-
-    return change
-
-
-def _set_link(name: str) -> Callable[[Scenario, float], Scenario]:
-    def change(s: Scenario, value: float) -> Scenario:
-        link = dataclasses.replace(s.link, **{name: value})
-        return dataclasses.replace(s, link=link)
-
-    return change
-
-
-def _inputs(s: Scenario) -> Iterator[_Input]:
     for name, unit in _GPU_UNITS.items():
         value = getattr(s.gpu, name)
-        number, source = (value.bytes_per_s, value.source) if name.endswith("_link") else (value, s.gpu.source)
-        if number:
-            yield _Input(f"gpu.{name}", number, unit, "data sheet", source, _set_gpu(name))
+        if name.endswith("_link"):
+            yield at(f"gpu.{name}", value.bytes_per_s, unit, "data sheet", value.source, "gpu", name, "bytes_per_s")
+        elif value:
+            yield at(f"gpu.{name}", value, unit, "data sheet", s.gpu.source, "gpu", name)
     for f in dataclasses.fields(Constants):
         m = f.metadata
-        yield _Input(f.name, getattr(s.constants, f.name), m["unit"], m["kind"], m["source"], _set_constant(f.name))
+        yield at(f.name, getattr(s.constants, f.name), m["unit"], m["kind"], m["source"], "constants", f.name)
     for group in ("attention", "experts", "overheads"):
         piece = getattr(s.kernels, group)
         for name, value in vars(piece).items():
             if isinstance(value, int | float):
                 unit = "µs" if name.endswith("us") else "experts" if name == "extra_experts" else "share"
-                change = _set_kernel(group, name)
-                yield _Input(f"kernels.{group}.{name}", value, unit, piece.kind, piece.source, change)
-    for f in dataclasses.fields(LinkConstants):
-        value = getattr(s.link, f.name)
+                yield at(f"kernels.{group}.{name}", value, unit, piece.kind, piece.source, "kernels", group, name)
+    for name, value in vars(s.link).items():
         if isinstance(value, int | float):
-            unit = "µs" if f.name.endswith("_us") else "share"
-            yield _Input(f"link.{f.name}", value, unit, "derived", s.link.source, _set_link(f.name))
+            unit = "µs" if name.endswith("_us") else "share"
+            yield at(f"link.{name}", value, unit, "derived", s.link.source, "link", name)
+
+
+def _replaced(whole: Any, path: Sequence[str], value: float) -> Any:
+    """A dataclass with the field that a path of names leads to set anew."""
+    first, *rest = path
+    return replace(whole, **{first: _replaced(getattr(whole, first), rest, value) if rest else value})
+
+
+def _changed(s: Scenario, path: Sequence[str], value: float) -> Scenario:
+    """The scenario with another input, and what was made from it made again."""
+    changed, name = _replaced(s, path, value), path[-1]
+    if name in ("zipf_offset", "tree_diversity") and s.routing.name.startswith("zipf"):
+        c = changed.constants
+        changed = replace(
+            changed, routing=zipf(s.routing.num_experts, s.routing.top_k, c.zipf_offset, c.tree_diversity)
+        )
+    if name in ("hit_rate", "unsure_rate", "sibling_share", "after_sibling") and s.budget:
+        before, after = (default_acceptance(s.drafter.block_size, constants=x.constants) for x in (s, changed))
+        changed = replace(changed, acceptance=after) if s.acceptance == before else changed
+    return changed
 
 
 def explain(s: Scenario, names: tuple[str, ...] = ()) -> list[Effect]:
@@ -122,23 +95,21 @@ def explain(s: Scenario, names: tuple[str, ...] = ()) -> list[Effect]:
     Raises:
         ValueError: an unknown name; the message lists the nearest.
     """
-    inputs = list(_inputs(s))
-    if names:
-        known = {i.name.split(".", 1)[-1]: i for i in inputs} | {i.name: i for i in inputs}
-        for name in names:
-            if name not in known:
-                raise ValueError(f"no constant {name!r}: choose from {', '.join(i.name for i in inputs)}")
-        inputs = [known[name] for name in names]
+    inputs = {effect.name: (effect, path) for effect, path in _inputs(s)}
+    known = {name.split(".", 1)[-1]: name for name in inputs} | {name: name for name in inputs}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"no constant {name!r}: choose from {', '.join(inputs)}")
     base = estimate(s).tokens_per_s_per_user
 
-    def relative(item: _Input, factor: float) -> float:
+    def relative(item: Effect, path: Sequence[str], factor: float) -> float:
         value = item.value * factor
         if item.value <= 1 and (item.unit == "share" or item.unit.startswith(("of ", "chance"))):
             value = min(value, 0.999 if item.unit == "chance" or item.unit == "of misses" else 1.0)
-        return estimate(item.change(s, value)).tokens_per_s_per_user / base - 1
+        return estimate(_changed(s, path, value)).tokens_per_s_per_user / base - 1
 
     effects = [
-        Effect(i.name, i.value, i.unit, i.kind, i.source, relative(i, 1 - CHANGE), relative(i, 1 + CHANGE))
-        for i in inputs
+        replace(item, lower=relative(item, path, 1 - CHANGE), higher=relative(item, path, 1 + CHANGE))
+        for item, path in (inputs[known[name]] for name in names or inputs)
     ]
     return sorted(effects, key=lambda e: -e.swing)
