@@ -88,8 +88,8 @@ def run_sweep(options: SweepOptions) -> None:
                 at = dataclasses.replace(options, context=context, batch=load)
                 for budget in options.budgets:
                     s = at.scenario(machine, options.gpu, budget)
-                    found = search.candidates(machine, s, (budget,), fixed=at.fixed()) if options.best_layout else []
-                    results.append(max(found, key=lambda e: e.tokens_per_s_per_user, default=step.estimate(s)))
+                    best = search.fastest(machine, s, (budget,), at.fixed()) if options.best_layout else None
+                    results.append(best or step.estimate(s))
     table = report.estimates_table(results, "Sweep", options.wide)
     _show(options.json, lambda: [report.summary(e) for e in results], table)
 

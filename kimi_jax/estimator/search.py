@@ -1,6 +1,7 @@
 """Search over layouts, budgets and loads: the best layout for a goal, sweeps, and HGX against NVL72."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -59,24 +60,19 @@ def layouts(machine: Preset, scenario: Scenario, fixed: Fixed = FREE) -> Iterato
 
     total = machine.layout.num_devices
     exchanges = ("allgather", "alltoall") if fixed.exchange is None else (fixed.exchange,)
-    seen: set[Layout] = set()
     for tp in (2**n for n in range(total.bit_length())):
-        if tp > total:
-            continue
-        groups = total // tp
+        groups, cache = total // tp, machine.layout.cache if tp > 1 else "copied"
         for dp in (d for d in range(1, groups + 1) if groups % d == 0):
-            for experts in ("slots", "width") if tp > 1 else ("slots",):
-                ep = groups // dp
-                for exchange in exchanges if ep > 1 else ("allgather",):
-                    layout = Layout(dp, ep, tp, experts, exchange, machine.layout.cache if tp > 1 else "copied")
-                    candidate = dataclasses.replace(machine, layout=layout)
-                    try:
-                        layout_rules.check(scenario.model, layout)
-                    except LayoutError:
-                        continue
-                    if layout not in seen and fixed.allows(layout):
-                        seen.add(layout)
-                        yield candidate
+            ep = groups // dp
+            splits = ("slots", "width") if tp > 1 else ("slots",)
+            for experts, exchange in itertools.product(splits, exchanges if ep > 1 else ("allgather",)):
+                layout = Layout(dp, ep, tp, experts, exchange, cache)
+                try:
+                    layout_rules.check(scenario.model, layout)
+                except LayoutError:
+                    continue
+                if fixed.allows(layout):
+                    yield dataclasses.replace(machine, layout=layout)
 
 
 def describe(layout: Layout) -> str:
@@ -129,6 +125,14 @@ def candidates(
     return found
 
 
+def fastest(
+    machine: Preset, scenario: Scenario, budgets: Sequence[int] = BUDGETS, fixed: Fixed = FREE
+) -> Estimate | None:
+    """The layout of a machine that gives a user most tokens/s, at its best budget; None where none fits."""
+    found = candidates(machine, scenario, budgets, fixed=fixed)
+    return max(found, key=lambda e: e.tokens_per_s_per_user, default=None)
+
+
 def recommend(
     machine: Preset,
     scenario: Scenario,
@@ -149,21 +153,16 @@ def recommend(
         ValueError: nothing fits in memory, or nothing is fast enough; the message says by how much.
     """
     loads = (scenario.concurrency,) if goal == "latency" else concurrencies
-    every = [
-        estimate
-        for load in loads
-        for estimate in candidates(
-            machine, dataclasses.replace(scenario, concurrency=load), budgets, with_cache_split, fixed
-        )
-    ]
+    at_loads = (dataclasses.replace(scenario, concurrency=load) for load in loads)
+    every = [e for s in at_loads for e in candidates(machine, s, budgets, with_cache_split, fixed)]
     if not every:
         raise ValueError(_nothing_fits(machine, scenario, fixed))
     enough = [e for e in every if e.tokens_per_s_per_user >= least_tokens_per_s_per_user]
     if not enough:
-        fastest = max(e.tokens_per_s_per_user for e in every)
+        most = max(e.tokens_per_s_per_user for e in every)
         raise ValueError(
             f"no layout of {machine.name} gives every user {least_tokens_per_s_per_user:.0f} tokens/s: "
-            f"the fastest gives {fastest:.0f}"
+            f"the fastest gives {most:.0f}"
         )
 
     def value(e: Estimate) -> float:
@@ -253,28 +252,25 @@ def smallest(
     if not least_tokens_per_s_per_user > 0:
         raise ValueError(f"--least-speed is {least_tokens_per_s_per_user:g}: ask for more than 0 tokens/s")
     found: dict[str, Estimate] = {}
-    fastest: Estimate | None = None
+    tried: list[Estimate] = []
     load = (0, 0)
     for machine, scenario in machines:
         load = scenario.concurrency, scenario.context
         if scenario.gpu.name in found:
             continue
-        fitting = candidates(machine, scenario, budgets)
-        best = max(fitting, key=lambda e: e.tokens_per_s_per_user, default=None)
-        if best is None:
-            continue
-        if best.tokens_per_s_per_user >= least_tokens_per_s_per_user:
+        best = fastest(machine, scenario, budgets)
+        tried += [best] if best else []
+        if best and best.tokens_per_s_per_user >= least_tokens_per_s_per_user:
             found[scenario.gpu.name] = best
-        if fastest is None or best.tokens_per_s_per_user > fastest.tokens_per_s_per_user:
-            fastest = best
-    if fastest is None:
+    if not tried:
         raise ValueError("no machine holds {} requests of {} tokens: ask for fewer or shorter ones".format(*load))
     if not found:
-        s = fastest.scenario
+        most = max(tried, key=lambda e: e.tokens_per_s_per_user)
+        s = most.scenario
         users = "1 user" if s.concurrency == 1 else f"each of {s.concurrency} users"
         raise ValueError(
             f"no machine gives {users} {least_tokens_per_s_per_user:g} tokens/s: the fastest, "
-            f"{s.preset.name} with {s.gpu.name}, gives {fastest.tokens_per_s_per_user:.0f}"
+            f"{s.preset.name} with {s.gpu.name}, gives {most.tokens_per_s_per_user:.0f}"
         )
     return sorted(found.values(), key=lambda e: (e.scenario.preset.topology.num_gpus, -e.tokens_per_s_per_user))
 
@@ -327,8 +323,7 @@ def compare(
     """Best layout of two machines at each concurrency. The scenarios carry each machine's GPU and kernels."""
 
     def best(machine: Preset, scenario: Scenario, load: int) -> Estimate | None:
-        found = candidates(machine, dataclasses.replace(scenario, concurrency=load), budgets)
-        return max(found, key=lambda e: e.tokens_per_s_per_user, default=None)
+        return fastest(machine, dataclasses.replace(scenario, concurrency=load), budgets)
 
     return [Comparison(load, best(*left, load), best(*right, load)) for load in concurrencies]
 

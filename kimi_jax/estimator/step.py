@@ -3,6 +3,7 @@
 import functools
 import math
 import operator
+from collections import Counter
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,21 +36,18 @@ class Part:
     memory_us: float = 0.0
     compute_us: float = 0.0
     link_us: float = 0.0
-    total_us: float = 0.0
     hbm_bytes: float = 0.0
     flops: float = 0.0
     flops_per_s: float = 1.0
     local_bytes: float = 0.0
     network_bytes: float = 0.0
     messages: float = 0
-    activation_bytes: float = 0.0
-    """Of `hbm_bytes`, what is neither weights nor cache."""
     note: str = ""
 
     @property
-    def argument_bytes(self) -> float:
-        """Of `hbm_bytes`, what lies in memory from step to step: weights, cache, the drafter's context."""
-        return self.hbm_bytes - self.activation_bytes
+    def total_us(self) -> float:
+        """Time of one layer or call."""
+        return self.fixed_us + self.memory_us + self.compute_us + self.link_us
 
     @property
     def ms(self) -> float:
@@ -124,31 +122,26 @@ class Estimate:
 
 def _dense(s: Scenario, need: "Need", work: "Work", bits: float | None, fixed_us: float = 0.0) -> Part:
     """Dense products that read their weights once: bytes or arithmetic, whichever is slower."""
-    fraction, flop_fraction = s.constants.dense_bandwidth_fraction, s.kernels.attention.dense_flop_fraction
     arithmetic = "bf16" if bits is None or bits >= 16 else s.precision.dense_arithmetic
-    return _slower(s, need.layers, work, fraction, flop_fraction * _peak(s.gpu, arithmetic), arithmetic, fixed_us)
+    fractions = s.constants.dense_bandwidth_fraction, s.kernels.attention.dense_flop_fraction
+    return _slower(s, need.layers, work, fractions, arithmetic, fixed_us)
 
 
 def _slower(
-    s: Scenario,
-    count: int,
-    work: "Work",
-    bandwidth_fraction: float,
-    flops_per_s: float,
-    arithmetic: str,
-    fixed_us: float,
+    s: Scenario, count: int, work: "Work", fractions: tuple[float, float], arithmetic: str, fixed_us: float = 0.0
 ) -> Part:
-    """Work of one of `count` layers, whose reads and operations overlap."""
-    num_bytes, flops = (value / max(count, 1) for value in (work.hbm_bytes, work.flops))
-    memory, compute = num_bytes / (bandwidth_fraction * s.gpu.hbm_bytes_per_s) * 1e6, flops / flops_per_s * 1e6
-    return Part(
-        count, fixed_us, memory if memory >= compute else 0.0, compute if compute > memory else 0.0, 0.0,
-        fixed_us + max(memory, compute), num_bytes, flops, _peak(s.gpu, arithmetic),
-    )  # fmt: skip
+    """Work of one of `count` layers, whose reads and operations overlap.
+
+    fractions: of the data sheet's bandwidth and arithmetic that kernels reach.
+    """
+    num_bytes, flops, peak = work.hbm_bytes / max(count, 1), work.flops / max(count, 1), _peak(s.gpu, arithmetic)
+    memory, compute = num_bytes / (fractions[0] * s.gpu.hbm_bytes_per_s) * 1e6, flops / (fractions[1] * peak) * 1e6
+    times: dict[str, Any] = {"memory_us": memory} if memory >= compute else {"compute_us": compute}
+    return Part(count, fixed_us, **times, hbm_bytes=num_bytes, flops=flops, flops_per_s=peak)
 
 
 def _peak(gpu: GPU, arithmetic: str) -> float:
-    return {"bf16": gpu.bf16_flops_per_s, "fp8": gpu.fp8_flops_per_s, "fp4": gpu.fp4_flops_per_s}[arithmetic]
+    return getattr(gpu, f"{arithmetic}_flops_per_s")
 
 
 _FIGURES = tuple(field.name for field in fields(Part) if field.name not in ("count", "flops_per_s", "note"))
@@ -156,11 +149,10 @@ _FIGURES = tuple(field.name for field in fields(Part) if field.name not in ("cou
 
 def _sum(*parts: Part) -> Part:
     """Parts that run one after the other in the same layer."""
-    names = [name for name in _FIGURES if name != "flops"]
     rate = parts[0].flops_per_s
-    flops = rate * sum(part.flops / part.flops_per_s for part in parts)
-    sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
-    return Part(parts[0].count, flops=flops, flops_per_s=rate, **sums)
+    sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in _FIGURES}
+    sums["flops"] = rate * sum(part.flops / part.flops_per_s for part in parts)
+    return Part(parts[0].count, flops_per_s=rate, **sums)
 
 
 def _sent(s: Scenario, network: Network, need: "Need", note: str = "") -> Part:
@@ -176,18 +168,16 @@ def _sent(s: Scenario, network: Network, need: "Need", note: str = "") -> Part:
     ]
     total = functools.reduce(operator.add, each)
     return Part(
-        calls, fixed_us=total.latency_us, link_us=total.us - total.latency_us, total_us=total.us,
+        calls, fixed_us=total.latency_us, link_us=total.us - total.latency_us,
         local_bytes=total.local_bytes, network_bytes=total.network_bytes,
         messages=sum(message.count for message in messages) / calls, note=total.algorithm,
     )  # fmt: skip
 
 
-def _streamed(s: Scenario, count: int, num_bytes: float, activations: bool) -> Part:
+def _streamed(s: Scenario, count: int, num_bytes: float) -> Part:
     """Bytes that are read at the rate of dense kernels."""
     us = num_bytes / (s.constants.dense_bandwidth_fraction * s.gpu.hbm_bytes_per_s) * 1e6
-    return Part(
-        count, memory_us=us, total_us=us, hbm_bytes=num_bytes, activation_bytes=num_bytes if activations else 0.0
-    )
+    return Part(count, memory_us=us, hbm_bytes=num_bytes)
 
 
 def _attention(s: Scenario, need: "Need") -> Part:
@@ -198,12 +188,11 @@ def _attention(s: Scenario, need: "Need") -> Part:
     k = s.kernels.attention
     projections = _dense(s, need, need.work["weights"], s.precision.attention_bits, k.us)
     arithmetic = "fp8" if s.precision.cache_bytes == 1 else "bf16"
-    rate = k.cache_flop_fraction * _peak(s.gpu, arithmetic)
-    scores = _slower(s, need.layers, need.work["cache"], k.cache_bandwidth_fraction, rate, arithmetic, 0.0)
+    fractions = k.cache_bandwidth_fraction, k.cache_flop_fraction
+    scores = _slower(s, need.layers, need.work["cache"], fractions, arithmetic)
     rows = s.preset.layout.group_requests(s.concurrency) * (s.budget + 1)
     passes = s.constants.elementwise_passes * 2 * s.model.hidden_size
-    rest = _streamed(s, need.layers, rows * passes, activations=True)
-    return _sum(projections, scores, rest)
+    return _sum(projections, scores, _streamed(s, need.layers, rows * passes))
 
 
 def _imbalance(s: Scenario, ranks: int) -> float:
@@ -234,10 +223,10 @@ def _experts(s: Scenario, need: "Need", on_rank: Routed) -> Part:
     wasted = lost * min(on_rank.experts, 1) / on_rank.experts  # bandwidth, as a share of the experts that are read
     memory = num_bytes * (1 + wasted) / (k.bandwidth_fraction * s.gpu.hbm_bytes_per_s) * 1e6
     compute = flops / (k.flop_fraction * peak) * 1e6
-    total = max(k.floor_us, k.us + k.distinct_expert_us * on_rank.experts + memory + compute)
+    fixed = k.us + k.distinct_expert_us * on_rank.experts
     return Part(
-        need.layers, total - memory - compute, memory, compute, 0.0, total, num_bytes, flops, peak,
-        note=f"{on_rank.experts:.1f} experts on the busiest GPU",
+        need.layers, max(k.floor_us - memory - compute, fixed), memory, compute, hbm_bytes=num_bytes, flops=flops,
+        flops_per_s=peak, note=f"{on_rank.experts:.1f} experts on the busiest GPU",
     )  # fmt: skip
 
 
@@ -254,14 +243,14 @@ def _drafter(s: Scenario, network: Network, need: "Need") -> Part:
     fixed_us = s.drafter.num_hidden_layers * s.kernels.overheads.drafter_layer_us
     layers = _dense(s, need, need.work["weights"], None, fixed_us)
     head = _dense(s, need, need.work["head"], s.precision.head_bits)
-    context = _streamed(s, 1, need.work["cache"].hbm_bytes, activations=False)
+    context = _streamed(s, 1, need.work["cache"].hbm_bytes)
     return _sum(layers, head, context, _total(_sent(s, network, need)))
 
 
 def _tree(s: Scenario, network: Network, need: "Need") -> Part:
     """Candidates from each rank's logits, an all-gather of them with the ranks' log-sum-exps, and the tree itself."""
-    build = Part(fixed_us=s.kernels.overheads.tree_us, total_us=s.kernels.overheads.tree_us)
-    logits = _streamed(s, 1, need.work["activations"].hbm_bytes, activations=True)
+    build = Part(fixed_us=s.kernels.overheads.tree_us)
+    logits = _streamed(s, 1, need.work["activations"].hbm_bytes)
     return _sum(build, logits, _total(_sent(s, network, need)))
 
 
@@ -304,27 +293,20 @@ def estimate(s: Scenario) -> Estimate:
         "tree": _tree(s, network, needs["tree"]) if has_draft else Part(),
         "exchange": _sent(s, network, needs["exchange"], "" if layout.ep > 1 else "rows stay in their tp group"),
         "reductions": _sent(s, network, needs["reductions"]),
-        "launch": Part(1, fixed_us=launch_us, total_us=launch_us),
+        "launch": Part(1, fixed_us=launch_us),
     }
     communication = parts["exchange"].ms + parts["reductions"].ms
     computation = sum(part.ms for part in parts.values()) - communication
     hidden = s.overlap * min(communication, computation)
-    resources: dict[str, float] = {}
+    resources: Counter[str] = Counter()
     for part in parts.values():
-        for resource, ms in part.resource_ms(s.gpu).items():
-            resources[resource] = resources.get(resource, 0.0) + ms
+        resources.update(part.resource_ms(s.gpu))
     limit_resource = max(resources, key=lambda name: resources[name])
     return Estimate(
-        scenario=s,
-        parts=parts,
-        step_ms=communication + computation - hidden,
-        hidden_ms=hidden,
-        prefill_ms=_prefill_ms(s),
-        limit_ms=resources[limit_resource],
-        limit_resource=limit_resource,
-        acceptance_length=s.acceptance.length(s.budget),
-        memory=memory(s, needs),
-    )
+        s, parts, step_ms=communication + computation - hidden, hidden_ms=hidden, prefill_ms=_prefill_ms(s),
+        limit_ms=resources[limit_resource], limit_resource=limit_resource,
+        acceptance_length=s.acceptance.length(s.budget), memory=memory(s, needs),
+    )  # fmt: skip
 
 
 def _prefill_ms(s: Scenario) -> float:

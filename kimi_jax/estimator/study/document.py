@@ -40,8 +40,7 @@ def _scenario(machine: Preset, card: str, concurrency: int = 1, **options: Any) 
 @functools.cache
 def _best(family: Family, gpus: int, load: int) -> Estimate | None:
     machine = search.machine_of(family, gpus)
-    s = _scenario(machine, HGX if family == "hgx" else NVL, load)
-    return max(search.candidates(machine, s, BUDGETS), key=lambda e: e.tokens_per_s_per_user, default=None)
+    return search.fastest(machine, _scenario(machine, HGX if family == "hgx" else NVL, load), BUDGETS)
 
 
 def wall(s: Scenario, gpus: Sequence[int] = (8, 16, 32, 64)) -> list[Estimate]:
