@@ -35,6 +35,13 @@ def of_process_0(value: float) -> float:
     return value if jax.process_count() == 1 else float(multihost_utils.broadcast_one_to_all(np.float32(value)))
 
 
+def bytes_of_process_0(value: bytes) -> bytes:
+    """What process 0 gives; the others give as many bytes of any kind. All processes call this together."""
+    if jax.process_count() == 1:
+        return value
+    return np.asarray(multihost_utils.broadcast_one_to_all(np.frombuffer(value, np.uint8)), np.uint8).tobytes()
+
+
 def require_devices(mesh: Mesh) -> None:
     """Raises ValueError where this process has no device in the mesh: it could not take part in a step."""
     if not any(device.process_index == jax.process_index() for device in mesh.devices.flat):

@@ -149,6 +149,16 @@ def join(options: ProcessOptions, machine: Preset, simulated: bool) -> Process:
     return _this
 
 
+def coordinator_host() -> str:
+    """Host of process 0 as the others reach it, after `join` has found several."""
+    # Under a launcher jax finds the coordinator by itself, and says it nowhere else.
+    from jax._src import distributed
+
+    address = distributed.global_state.coordinator_address
+    assert address is not None, "there is one process only"
+    return address.rpartition(":")[0].strip("[]")
+
+
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 

@@ -22,8 +22,9 @@ from kimi_jax.commands.progress import open_engine
 from kimi_jax.decoding.engine import Draft, Engine, open_checkpoint
 from kimi_jax.decoding.generate import Limits
 from kimi_jax.decoding.sampling import Sampling
-from kimi_jax.parallel import host_arrays
+from kimi_jax.parallel import host_arrays, processes
 from kimi_jax.parallel.processes import ProcessOptions
+from kimi_jax.serving.transport import Sender, connect
 from meshes.presets import preset
 
 CHECKPOINT = Path(__file__).parents[1] / "data" / "tiny_random"
@@ -105,6 +106,18 @@ def disagreements(mesh: jax.sharding.Mesh) -> list[str]:
     return messages
 
 
+def messages_of_process_0() -> list[str]:
+    """What reaches this process beside the devices' collectives."""
+    index, count, host = jax.process_index(), jax.process_count(), processes.coordinator_host()
+    side = connect(index, count, host, host_arrays.bytes_of_process_0)
+    if isinstance(side, Sender):
+        for message in ("a plan", "", "another"):
+            side.send(message)
+        side.close()
+        return []
+    return list(iter(side.receive, None))
+
+
 def run_until_killed(mesh: jax.sharding.Mesh) -> None:
     """Sums over both processes for ever; process 1 is killed after a few sums."""
     values = host_arrays.place(np.arange(8.0), mesh, PartitionSpec(("dp", "ep", "tp")))
@@ -125,6 +138,7 @@ def main(index: int, port: int, folder: Path) -> None:
         engine = open_engine(options, status, DRAFTER).engine
         result = {
             "disagreements": disagreements(engine.mesh),
+            "messages": messages_of_process_0(),
             "texts": texts(engine, Draft("ddtree", 6)),
             **checkpoints(engine.mesh, folder),
         }

@@ -185,6 +185,11 @@ def test_two_processes_decode_the_text_of_one(two, engines):
     assert results[0]["texts"] == results[1]["texts"] == expected
 
 
+def test_messages_of_process_0_reach_the_others(two):
+    _, results, _, _ = two
+    assert [result["messages"] for result in results] == [[], ["a plan", "", "another"]]
+
+
 def test_one_process_prints(two):
     _, _, outputs, _ = two
     assert outputs[0][0] == "process 0 speaks\n", "gloo's reports stay away from standard output"
