@@ -10,7 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-WITHOUT_JAX = {f"serving.{name}" for name in ("plan", "events", "pages", "work", "group", "scheduler", "transport")}
+WITHOUT_JAX = {
+    f"serving.{name}" for name in ("plan", "events", "pages", "prefix", "work", "group", "scheduler", "transport")
+}
 """What the host decides of requests; decoding executes it."""
 
 LAYERS = (

@@ -1,0 +1,103 @@
+"""Which pages of a group hold which beginnings of texts, so that a prompt that begins alike starts behind them.
+
+A node is a full page. It is found by its parent and its own token ids, which are compared, not only their hash; the
+first page of a text also by a salt. A page is held by those whose text runs through it. Each of them holds its parents
+too and lets go of the last page first, so that the pool, which gives away what has been free longest, takes leaves
+before their parents.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from kimi_jax.serving.pages import PagePool
+
+type Ids = Sequence[int]
+
+
+@dataclasses.dataclass(eq=False)
+class _Node:
+    """A page of tokens behind those of its parent."""
+
+    parent: "_Node | None"
+    key: tuple[str | int, ...] = ()
+    """Its token ids; in the first page of a text behind the salt."""
+    page: int = -1
+    owner: object = None
+    children: "dict[tuple[str | int, ...], _Node]" = dataclasses.field(default_factory=dict)
+
+
+class PrefixTree:
+    """A group's kept pages, by the texts they hold."""
+
+    def __init__(self, pages: int, page_tokens: int):
+        self.pool = PagePool(pages, self._lose)
+        self._page_tokens = page_tokens
+        self._root = _Node(None)
+        self._nodes: dict[int, _Node] = {}
+        """By page."""
+
+    def __len__(self) -> int:
+        """Pages of known text."""
+        return len(self._nodes)
+
+    def find(self, ids: Ids, salt: str = "") -> list[int]:
+        """The pages of the longest known beginning of a text, in whole pages. To hold them is the caller's part."""
+        return [node.page for node in self._walk(ids, salt)]
+
+    def add(self, ids: Ids, pages: list[int], owner: object, salt: str = "") -> int | None:
+        """Makes full pages of a text known, which their owner holds and which will not change any more.
+
+        Where the tree knows the same text in other pages, those replace the owner's in `pages`, which change hands at
+        once: they are held, and the owner's own are let go.
+
+        Returns:
+          The first place in `pages` that was replaced, or None.
+        """
+        node, replaced = self._root, None
+        for place in range(min(len(ids) // self._page_tokens, len(pages))):
+            key = self._key(ids, place, salt)
+            known = node.children.get(key)
+            if known is None:
+                if not self.pool.keep(pages[place]):  # dropped while its owner was reading it
+                    break
+                known = node.children[key] = _Node(node, key, pages[place], owner)
+                self._nodes[known.page] = known
+            elif known.page != pages[place]:
+                self.pool.share([known.page])
+                self.pool.release([pages[place]])
+                pages[place] = known.page
+                replaced = place if replaced is None else replaced
+            node = known
+        return replaced
+
+    def drop(self, ids: Ids, owner: object, salt: str = "") -> None:
+        """Forgets what an owner has added of a text, and all that follows it, because it cannot be trusted."""
+        first = next((node for node in self._walk(ids, salt) if node.owner is owner), None)
+        if first is None:
+            return
+        assert first.parent is not None
+        del first.parent.children[first.key]
+        below = [first]
+        while below:
+            node = below.pop()
+            below += node.children.values()
+            del self._nodes[node.page]
+            self.pool.bar(node.page)
+
+    def _walk(self, ids: Ids, salt: str) -> Iterator[_Node]:
+        node = self._root
+        for place in range(len(ids) // self._page_tokens):
+            node = node.children.get(self._key(ids, place, salt))
+            if node is None:
+                return
+            yield node
+
+    def _key(self, ids: Ids, place: int, salt: str) -> tuple[str | int, ...]:
+        part = ids[place * self._page_tokens : (place + 1) * self._page_tokens]
+        return tuple(part) if place else (salt, *part)
+
+    def _lose(self, page: int) -> None:
+        node = self._nodes.pop(page)
+        assert node.parent is not None
+        assert not node.children, "leaves become free before their parents"
+        del node.parent.children[node.key]
