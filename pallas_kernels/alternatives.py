@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.int4_moe.reference import PackedWeight, dequantize
+from pallas_kernels.tree_attention.reference import Blocks
 from pallas_kernels.tree_attention.shapes import SCALE
 
 
@@ -28,21 +29,23 @@ def ragged_dot(
 def dot_product_attention(
     q_latent: jax.Array,
     q_rope: jax.Array,
-    cache_latent: jax.Array,
-    cache_rope: jax.Array,
+    latent: jax.Array,
+    rope: jax.Array,
+    pages: jax.Array,
     lengths: jax.Array,
-    row_latent: jax.Array,
-    row_rope: jax.Array,
+    own_latent: jax.Array,
+    own_rope: jax.Array,
     ancestors: jax.Array,
 ) -> jax.Array:
-    """Attention: keys of context and rows concatenated, one dense mask, `jax.nn.dot_product_attention`."""
-    cached, own = (jnp.concatenate(pair, axis=-1) for pair in ((cache_latent, cache_rope), (row_latent, row_rope)))
-    keys = jnp.concatenate([cached, own], axis=1)[:, :, None]
-    context = jnp.arange(cache_latent.shape[1]) < lengths[:, None, None]
+    """Attention: keys of context and rows gathered, one dense mask, `jax.nn.dot_product_attention`."""
+    *cached, seen = Blocks(latent, rope, pages, lengths, block=latent.shape[1] * pages.shape[1]).read(0)
+    past, own = (jnp.concatenate(pair, axis=-1) for pair in (cached, (own_latent, own_rope)))
+    keys = jnp.concatenate([past, own], axis=1)[:, :, None]
+    context = seen[:, None]
     mask = jnp.concatenate([jnp.broadcast_to(context, (*ancestors.shape[:2], context.shape[-1])), ancestors], axis=-1)
     queries = jnp.concatenate([q_latent, q_rope], axis=-1)
     out = jax.nn.dot_product_attention(queries, keys, keys, mask=mask[:, None], scale=SCALE)
-    return out[..., : cache_latent.shape[-1]]
+    return out[..., : latent.shape[-1]]
 
 
 ALTERNATIVES: dict[str, Callable[..., jax.Array]] = {"int4_moe": ragged_dot, "tree_attention": dot_product_attention}

@@ -107,7 +107,7 @@ class AbsorbedAttention(LatentAttention):
         q = q.reshape(*x.shape[:-1], self.config.num_attention_heads, -1)
         q_rope = self.rotate(q[..., rank:], cos[..., None, :], sin[..., None, :])
         out, _ = tree_attention(
-            q[..., :rank], q_rope, cached.latent, cached.rope, lengths, own.latent, own.rope, ancestors,
+            q[..., :rank], q_rope, *cached.paged(), lengths, own.latent, own.rope, ancestors,
             scale=self.config.attention_scale,
         )  # fmt: skip
         return out.reshape(*x.shape[:-1], -1) @ self.o_absorbed[...], own

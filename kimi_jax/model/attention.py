@@ -57,7 +57,7 @@ class LatentAttention(nnx.Module):
             expanded = expanded_pays(x.shape[1], kv_lora_rank=rank, nope=nope, v=config.v_head_dim)
 
         def attend(queries: Queries, lengths: Array, ancestors: Array, valid: Array | None = None):
-            keys = (cached.latent, cached.rope, lengths, own.latent, own.rope, ancestors)
+            keys = (*cached.paged(), lengths, own.latent, own.rope, ancestors)
             if not expanded:
                 return tree_attention(*queries, *keys, scale=config.attention_scale, valid=valid)
             heads = w if cached.axis is None else all_gather(w, cached.axis)

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.parallel.collectives import axis_index, axis_size
+from pallas_kernels.tree_attention import PAGE
 
 
 @jax.tree_util.register_dataclass
@@ -21,6 +22,15 @@ class Latents:
     axis: str | None = dataclasses.field(default=None, metadata={"static": True})
     """Mesh axis whose ranks take positions in turn (p lies on rank p mod its size, in place p div its size); None where
     every rank has them all."""
+
+    def paged(self) -> tuple[Array, Array, Int[Array, "requests tiles"]]:
+        """Latents and rope keys as pages, and the pages of each request, as attention takes them."""
+        requests, positions = self.latent.shape[:2]
+        page = positions if positions % PAGE else PAGE
+        tiles = positions // page
+        pages = jnp.arange(requests * tiles, dtype=jnp.int32).reshape(requests, tiles)
+        latent, rope = (x.reshape(requests * tiles, page, x.shape[-1]) for x in (self.latent, self.rope))
+        return latent, rope, pages
 
 
 Cache = list[Latents]

@@ -6,6 +6,7 @@ from jax.sharding import PartitionSpec
 
 from kimi_jax.parameters import Rules
 from meshes.presets import Layout
+from pallas_kernels.tree_attention import PAGE
 
 REQUESTS = PartitionSpec(("dp", "ep"))
 """Requests are spread over dp and ep; every tp rank sees the same ones."""
@@ -33,14 +34,10 @@ def cache_axis(rules: Rules) -> str | None:
     return axis
 
 
-CACHE_MULTIPLE = 64
-"""Capacities of a rank's part of the cache are multiples of this."""
-
-
 def cache_multiple(rules: Rules, axis_sizes: Mapping[str, int]) -> int:
     """Capacities of a cache are multiples of this: so many positions for each rank that has a part of them."""
     axis = cache_axis(rules)
-    return CACHE_MULTIPLE * (1 if axis is None else axis_sizes[axis])
+    return PAGE * (1 if axis is None else axis_sizes[axis])
 
 
 def cache_spec(rules: Rules) -> PartitionSpec:

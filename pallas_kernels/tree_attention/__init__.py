@@ -5,5 +5,6 @@ from pallas_kernels.tree_attention.prefill import prefill_attention
 from pallas_kernels.tree_attention.reference import merge
 from pallas_kernels.tree_attention.selection import expanded_pays
 from pallas_kernels.tree_attention.shapes import Shape
+from pallas_kernels.tree_attention.tile import PAGE
 
-__all__ = ["OPERATION", "Shape", "expanded_pays", "merge", "prefill_attention", "tree_attention"]
+__all__ = ["OPERATION", "PAGE", "Shape", "expanded_pays", "merge", "prefill_attention", "tree_attention"]

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 def tree_attention(
     q_latent: Float[Array, "requests rows heads kv_lora_rank"],
     q_rope: Float[Array, "requests rows heads rope"],
-    cache_latent: Float[Array, "requests positions kv_lora_rank"],
-    cache_rope: Float[Array, "requests positions rope"],
+    latent: Float[Array, "number_of_pages page kv_lora_rank"],
+    rope: Float[Array, "number_of_pages page rope"],
+    pages: Int[Array, "requests tiles"],
     lengths: Int[Array, " requests"],
-    row_latent: Float[Array, "requests rows kv_lora_rank"],
-    row_rope: Float[Array, "requests rows rope"],
+    own_latent: Float[Array, "requests rows kv_lora_rank"],
+    own_rope: Float[Array, "requests rows rope"],
     ancestors: Bool[Array, "requests rows rows"],
     *,
     scale: float,
@@ -30,6 +31,10 @@ def tree_attention(
     interpret: "plgpu.InterpretGPUParams | None" = None,
 ) -> tuple[Float[Array, "requests rows heads kv_lora_rank"], Float[Array, "requests rows heads"]]:
     """Attend from the rows of a draft tree to a cached latent prefix and to their own ancestors (absorbed MLA).
+
+    `latent` and `rope` hold the cache in pages of any requests. `pages` names those of each request in the order of its
+    positions: position p is row `p % page` of page `pages[request, p // page]`. Entries behind the last page that a
+    length reaches may be anything and are not read; a table of no tiles says that nothing is cached.
 
     Row i of a request sees cached positions `0 .. lengths[request] - 1`, and row j of the same request wherever
     `ancestors[request, i, j]`; a valid row sees itself, and a row that is False throughout is padding. `valid` says
@@ -44,40 +49,48 @@ def tree_attention(
     Call it on local shapes: under a mesh with more than one device, inside `shard_map` (with `check_vma=False`, as
     Mosaic's kernels ask), with requests and heads sharded and the rest whole. `OPERATION.choose` tells beforehand
     which implementation "auto" takes on a device (default: the mesh's in use, else the first), and why. A kernel needs
-    finite values past the length (zero-initialise the cache); the reference does not. `interpret` runs it on a CPU.
+    finite values past the length in a request's last page; the reference does not. `interpret` runs it on a CPU.
 
     Raises ValueError where shapes do not fit together, or where a named implementation cannot serve them.
     """
-    check_shapes(q_latent, q_rope, cache_latent, cache_rope, lengths, row_latent, row_rope, ancestors)
+    check_shapes(q_latent, q_rope, latent, rope, pages, lengths, own_latent, own_rope, ancestors)
     requests, rows, heads, rank = q_latent.shape
-    shape = Shape(requests, rows, heads, cache_latent.shape[1], kv_lora_rank=rank, rope=q_rope.shape[-1])
-    dtype = jnp.result_type(q_latent, q_rope, cache_latent, cache_rope, row_latent, row_rope)
+    page = latent.shape[1]
+    positions = pages.shape[1] * page
+    shape = Shape(requests, rows, heads, positions, kv_lora_rank=rank, rope=q_rope.shape[-1], page=page)
+    dtype = jnp.result_type(q_latent, q_rope, latent, rope, own_latent, own_rope)
     choice = OPERATION.choose(shape, dtype, device or Device.current(), implementation)
-    arrays = (q_latent, q_rope, cache_latent, cache_rope, lengths, row_latent, row_rope, ancestors)
+    arrays = (q_latent, q_rope, latent, rope, pages, lengths, own_latent, own_rope, ancestors)
     return OPERATION.run(choice, *arrays, scale=scale, valid=valid, interpret=interpret)
 
 
-def check_shapes(q_latent, q_rope, cache_latent, cache_rope, lengths, row_latent, row_rope, ancestors) -> None:
+def check_shapes(q_latent, q_rope, latent, rope, pages, lengths, own_latent, own_rope, ancestors) -> None:
     """Raise a ValueError that names the first argument whose shape does not fit the others."""
-    if q_latent.ndim != 4 or cache_latent.ndim != 3:
+    if q_latent.ndim != 4 or latent.ndim != 3 or pages.ndim != 2:
         raise ValueError(
-            "q_latent must be [requests, rows, heads, kv_lora_rank] and cache_latent [requests, positions, "
-            f"kv_lora_rank]; got {q_latent.shape} and {cache_latent.shape}"
+            "q_latent must be [requests, rows, heads, kv_lora_rank], latent [number_of_pages, page, kv_lora_rank] and "
+            f"pages [requests, tiles]; got {q_latent.shape}, {latent.shape} and {pages.shape}"
         )
     requests, rows, heads, rank = q_latent.shape
-    positions, rope = cache_latent.shape[1], q_rope.shape[-1]
+    width = q_rope.shape[-1]
+    number_of_pages, page, _ = latent.shape
+    if page == 0 or (pages.size and number_of_pages == 0):
+        raise ValueError(f"latent has shape {latent.shape}: there is no page for the entries of pages {pages.shape}")
     expected = {
-        "q_rope": (q_rope, (requests, rows, heads, rope)),
-        "cache_latent": (cache_latent, (requests, positions, rank)),
-        "cache_rope": (cache_rope, (requests, positions, rope)),
+        "q_rope": (q_rope, (requests, rows, heads, width)),
+        "latent": (latent, (number_of_pages, page, rank)),
+        "rope": (rope, (number_of_pages, page, width)),
+        "pages": (pages, (requests, pages.shape[1])),
         "lengths": (lengths, (requests,)),
-        "row_latent": (row_latent, (requests, rows, rank)),
-        "row_rope": (row_rope, (requests, rows, rope)),
+        "own_latent": (own_latent, (requests, rows, rank)),
+        "own_rope": (own_rope, (requests, rows, width)),
         "ancestors": (ancestors, (requests, rows, rows)),
     }
     for name, (array, shape) in expected.items():
         if array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}, but with q_latent {q_latent.shape} it must be {shape}")
+    if not jnp.issubdtype(pages.dtype, jnp.integer):
+        raise ValueError(f"pages must be integers, got {pages.dtype}")
     if ancestors.dtype != bool:
         raise ValueError(f"ancestors must be boolean, got {ancestors.dtype}: compare with != 0 first")
 

@@ -27,10 +27,11 @@ ROW = plgpu.Layout.WGMMA.reduce(1)
 def attend(
     q_latent: BFloat16[Array, "requests query_rows rank"],
     q_rope: BFloat16[Array, "requests query_rows rope"],
-    cache_latent: BFloat16[Array, "requests positions rank"],
-    cache_rope: BFloat16[Array, "requests positions rope"],
-    row_latent: BFloat16[Array, "requests rows rank"],
-    row_rope: BFloat16[Array, "requests rows rope"],
+    cache_latent: BFloat16[Array, "number_of_pages page rank"],
+    cache_rope: BFloat16[Array, "number_of_pages page rope"],
+    own_latent: BFloat16[Array, "requests rows rank"],
+    own_rope: BFloat16[Array, "requests rows rope"],
+    pages: Int32[Array, "requests entries"],
     lengths: Int32[Array, " requests"],
     mask: Int32[Array, "requests words padded"],
     tables: schedule.Schedule,
@@ -45,10 +46,13 @@ def attend(
     words = mask.shape[1]
     half = rank // 2
     row_tiles = (words - 1) * schedule.WORD // BLOCK
+    page = cache_latent.shape[1]
+    page_numbers = functools.partial(schedule.page_numbers, per_tile=BLOCK // page)
     scale2 = registers.base2(scale)
 
     def body(
-        ql_ref, qr_ref, cl_ref, cr_ref, rl_ref, rr_ref, length_ref, mask_ref, pieces_ref, requests_ref, *results,
+        ql_ref, qr_ref, cl_ref, cr_ref, ol_ref, or_ref,
+        pages_ref, length_ref, mask_ref, pieces_ref, requests_ref, *results,
         ql, qr, latent, key_rope, p_smem, s_tmem, left_tmem, right_tmem,
         q_full, q_free, kv_full, kv_free, s_full, s_free, p_ready, pv_done,
     ):  # fmt: skip
@@ -83,18 +87,23 @@ def attend(
                     """The only place that reads the cache."""
                     tile = start + j
                     slot = slot_of(tile)
+                    numbers = page_numbers(pages_ref, request, j)  # before the wait, because they are far away
 
                     @pl.when(tile - low >= STAGES)
                     def _():
                         plgpu.barrier_wait(kv_free.at[slot])
 
-                    def copy(latent_ref, rope_ref, position):
-                        source = (request, pl.ds(position, BLOCK))
-                        plgpu.copy_gmem_to_smem(latent_ref.at[source], latent.at[slot], kv_full.at[slot])
-                        plgpu.copy_gmem_to_smem(rope_ref.at[source], key_rope.at[slot], kv_full.at[slot])
+                    def copy(latent_ref, rope_ref, source):
+                        for i, first in enumerate(range(0, BLOCK, page)):
+                            for ref, smem in ((latent_ref, latent), (rope_ref, key_rope)):
+                                destination = smem.at[slot, pl.ds(first, page)]
+                                plgpu.copy_gmem_to_smem(ref.at[source(i, first)], destination, kv_full.at[slot])
 
-                    pl.when(j < context_tiles)(lambda: copy(cl_ref, cr_ref, j * BLOCK))
-                    pl.when(j >= context_tiles)(lambda: copy(rl_ref, rr_ref, (j - context_tiles) * BLOCK))
+                    def own(i, first):
+                        return request, pl.ds((j - context_tiles) * BLOCK + first, page)
+
+                    pl.when(j < context_tiles)(lambda: copy(cl_ref, cr_ref, lambda i, first: numbers[i]))
+                    pl.when(j >= context_tiles)(lambda: copy(ol_ref, or_ref, own))
 
                 lax.fori_loop(lo, hi, one_tile, None)
 
@@ -219,7 +228,7 @@ def attend(
     def barrier(count=1):
         return plgpu.Barrier(num_barriers=count, orders_tensor_core=True)
 
-    operands = (q_latent, q_rope, cache_latent, cache_rope, row_latent, row_rope, lengths, mask)
+    operands = (q_latent, q_rope, cache_latent, cache_rope, own_latent, own_rope, pages, lengths, mask)
     return schedule.run(
         body,
         operands,
@@ -239,7 +248,7 @@ def attend(
             "right_tmem": plgpu.TMEM((TILE_ROWS, half), jnp.float32),
             "q_full": plgpu.Barrier(num_arrivals=2),
             "q_free": barrier(),
-            "kv_full": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            "kv_full": plgpu.Barrier(num_arrivals=2 * BLOCK // page, num_barriers=STAGES),
             "kv_free": barrier(STAGES),
             "s_full": barrier(),
             "s_free": barrier(),

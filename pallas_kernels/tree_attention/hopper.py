@@ -27,10 +27,11 @@ ROW = plgpu.Layout.WGMMA.reduce(1)
 def attend(
     q_latent: BFloat16[Array, "requests query_rows rank"],
     q_rope: BFloat16[Array, "requests query_rows rope"],
-    cache_latent: BFloat16[Array, "requests positions rank"],
-    cache_rope: BFloat16[Array, "requests positions rope"],
-    row_latent: BFloat16[Array, "requests rows rank"],
-    row_rope: BFloat16[Array, "requests rows rope"],
+    cache_latent: BFloat16[Array, "number_of_pages page rank"],
+    cache_rope: BFloat16[Array, "number_of_pages page rope"],
+    own_latent: BFloat16[Array, "requests rows rank"],
+    own_rope: BFloat16[Array, "requests rows rope"],
+    pages: Int32[Array, "requests entries"],
     lengths: Int32[Array, " requests"],
     mask: Int32[Array, "requests words padded"],
     tables: schedule.Schedule,
@@ -45,11 +46,14 @@ def attend(
     words = mask.shape[1]
     half, cluster = rank // 2, config.cluster
     row_tiles = (words - 1) * schedule.WORD // BLOCK
+    page = cache_latent.shape[1]
+    page_numbers = functools.partial(schedule.page_numbers, per_tile=BLOCK // page)
     scale2 = registers.base2(scale)
     multicast = "cluster" if cluster > 1 else None
 
     def body(
-        ql_ref, qr_ref, cl_ref, cr_ref, rl_ref, rr_ref, length_ref, mask_ref, pieces_ref, requests_ref, *results,
+        ql_ref, qr_ref, cl_ref, cr_ref, ol_ref, or_ref,
+        pages_ref, length_ref, mask_ref, pieces_ref, requests_ref, *results,
         ql, qr, latent, key_rope, p_smem, row_smem, q_full, kv_full, kv_free, p_ready, p_free,
     ):  # fmt: skip
         result = registers.Result(results)
@@ -67,18 +71,28 @@ def attend(
             start, count = requests_ref[request, 0], requests_ref[request, 1]
             return start, jnp.maximum(low - start, 0), jnp.minimum(high - start, count)
 
-        def load_tile(tile, request, j):
-            """Copy tile j of a request: the only place that reads the cache."""
+        def look_up(request, j):
+            """What a copy of tile j of a request needs from the tables: read early, because each read is far away."""
+            return request, j, requests_ref[request, 1], page_numbers(pages_ref, request, j)
+
+        def load_tile(tile, request, j, count, numbers):
+            """Copy tile j of a request's `count`: the only place that reads the cache."""
             slot = slot_of(tile)
-            context_tiles = requests_ref[request, 1] - row_tiles
+            context_tiles = count - row_tiles
 
-            def copy(latent_ref, rope_ref, position):
-                source = (request, pl.ds(position, BLOCK))
-                for ref, smem in ((latent_ref, latent), (rope_ref, key_rope)):
-                    plgpu.copy_gmem_to_smem(ref.at[source], smem.at[slot], kv_full.at[slot], collective_axes=multicast)
+            def copy(latent_ref, rope_ref, source):
+                for i, first in enumerate(range(0, BLOCK, page)):
+                    for ref, smem in ((latent_ref, latent), (rope_ref, key_rope)):
+                        destination = smem.at[slot, pl.ds(first, page)]
+                        plgpu.copy_gmem_to_smem(
+                            ref.at[source(i, first)], destination, kv_full.at[slot], collective_axes=multicast
+                        )
 
-            pl.when(j < context_tiles)(lambda: copy(cl_ref, cr_ref, j * BLOCK))
-            pl.when(j >= context_tiles)(lambda: copy(rl_ref, rr_ref, (j - context_tiles) * BLOCK))
+            def own(i, first):
+                return request, pl.ds((j - context_tiles) * BLOCK + first, page)
+
+            pl.when(j < context_tiles)(lambda: copy(cl_ref, cr_ref, lambda i, first: numbers[i]))
+            pl.when(j >= context_tiles)(lambda: copy(ol_ref, or_ref, own))
 
         def multiply_add(acc, issue):
             """acc plus the product that `issue` starts; the interpreter knows only accumulators that start at zero."""
@@ -171,22 +185,24 @@ def attend(
 
         @pl.when(warpgroup == 1)
         def _values():
-            def following(request, j):
-                last = j + 1 >= requests_ref[request, 1]
+            def following(request, j, count, numbers):
+                last = j + 1 >= count
                 return jnp.where(last, jnp.minimum(request + 1, requests - 1), request), jnp.where(last, 0, j + 1)
 
-            ahead, ahead_j = first_request, low - requests_ref[first_request, 0]
+            cursor = first_request, low - requests_ref[first_request, 0]
             for i in range(STAGES):
-                pl.when(low + i < high)(functools.partial(load_tile, low + i, ahead, ahead_j))
-                ahead, ahead_j = following(ahead, ahead_j)
+                ahead = look_up(*cursor)
+                pl.when(low + i < high)(functools.partial(load_tile, low + i, *ahead))
+                cursor = following(*ahead)
 
             def one_request(request, cursor):
                 start, lo, hi = extent(request)
 
                 def step(j, carry):
-                    acc, ahead, ahead_j = carry
+                    acc, *cursor = carry
                     tile = start + j
                     slot = slot_of(tile)
+                    ahead = look_up(*cursor)
                     plgpu.barrier_wait(p_ready)
                     shrink = plgpu.load(row_smem, layout=ROW, optimized=False)
 
@@ -198,8 +214,8 @@ def attend(
                     if cluster > 1:
                         plgpu.barrier_arrive(kv_free.at[slot])
                     plgpu.barrier_wait(kv_free.at[slot])
-                    pl.when(tile + STAGES < high)(lambda: load_tile(tile + STAGES, ahead, ahead_j))
-                    return acc, *following(ahead, ahead_j)
+                    pl.when(tile + STAGES < high)(lambda: load_tile(tile + STAGES, *ahead))
+                    return acc, *following(*ahead)
 
                 acc, *cursor = lax.fori_loop(lo, hi, step, (zeros(), *cursor))
                 plgpu.barrier_wait(p_ready)
@@ -209,7 +225,7 @@ def attend(
                 result.write_values(right, *destination(request, lo, hi), pl.ds(half, half))
                 return tuple(cursor)
 
-            lax.fori_loop(first_request, end_request, one_request, (ahead, ahead_j))
+            lax.fori_loop(first_request, end_request, one_request, cursor)
 
     if cluster > 1:
         # Both warpgroups of every block of the cluster: a multicast copy overwrites the tile of all of them.
@@ -218,7 +234,7 @@ def attend(
     else:
         kv_free = plgpu.Barrier(num_barriers=STAGES)
         launch = {}
-    operands = (q_latent, q_rope, cache_latent, cache_rope, row_latent, row_rope, lengths, mask)
+    operands = (q_latent, q_rope, cache_latent, cache_rope, own_latent, own_rope, pages, lengths, mask)
     return schedule.run(
         body,
         operands,
@@ -234,7 +250,7 @@ def attend(
             "p_smem": registers.tiles(64, TILE_ROWS, BLOCK),
             "row_smem": plgpu.SMEM((TILE_ROWS,), jnp.float32),
             "q_full": plgpu.Barrier(num_arrivals=2),
-            "kv_full": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            "kv_full": plgpu.Barrier(num_arrivals=2 * BLOCK // page, num_barriers=STAGES),
             "kv_free": kv_free,
             "p_ready": plgpu.Barrier(),
             "p_free": plgpu.Barrier(),

@@ -10,19 +10,21 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.tree_attention.reference import FLOOR, _einsum, _finish
+from pallas_kernels.tree_attention.reference import FLOOR, Blocks, _einsum, _finish
 
 DEFAULT_BLOCK = 256
+"""Positions a step, at least one page of cached ones."""
 
 
 def prefill_attention(
     q_nope: Float[Array, "requests rows heads nope"],
     q_rope: Float[Array, "requests rows heads rope"],
-    cache_latent: Float[Array, "requests positions kv_lora_rank"],
-    cache_rope: Float[Array, "requests positions rope"],
+    latent: Float[Array, "number_of_pages page kv_lora_rank"],
+    rope: Float[Array, "number_of_pages page rope"],
+    pages: Int[Array, "requests tiles"],
     lengths: Int[Array, " requests"],
-    row_latent: Float[Array, "requests rows kv_lora_rank"],
-    row_rope: Float[Array, "requests rows rope"],
+    own_latent: Float[Array, "requests rows kv_lora_rank"],
+    own_rope: Float[Array, "requests rows rope"],
     ancestors: Bool[Array, "requests rows rows"] | None,
     w_uk: Float[Array, "heads nope kv_lora_rank"],
     w_uv: Float[Array, "heads v kv_lora_rank"],
@@ -40,10 +42,11 @@ def prefill_attention(
     in the queries' dtype, and the natural log-sum-exp in float32. Equal to `tree_attention` on `q_nope @ w_uk`
     followed by `w_uv`, up to rounding.
 
-    Keys and values are computed in the latents' dtype, scores and sums in float32.
+    Keys and values are computed in the latents' dtype, scores and sums in float32. Every block of the tables costs the
+    same, whatever the lengths are, because a GPU's host would drive a loop whose trips only the device knows: cut them
+    to the longest request.
     """
     requests, rows, heads, _ = q_nope.shape
-    capacity = cache_latent.shape[1]
     compute_dtype = q_nope.dtype
     if ancestors is None:
         counts = jnp.full((requests,), rows) if row_counts is None else row_counts
@@ -65,9 +68,6 @@ def prefill_attention(
         out = out * shrink[..., None] + _einsum("brhk,bkhv->brhv", p.astype(compute_dtype), value)
         return new_maximum, total * shrink + p.sum(axis=-1), out
 
-    def block_of(array, start, size, seen):
-        return jnp.where(seen[..., None], lax.dynamic_slice_in_dim(array, start, size, axis=1), 0)
-
     def rows_step(carry, first, size):
         start = jnp.minimum(first, rows - size)  # the last block may overlap the one before it
         index = start + jnp.arange(size)
@@ -76,14 +76,16 @@ def prefill_attention(
             mask = (index <= jnp.arange(rows)[:, None]) & valid[:, :, None]
         else:
             mask = lax.dynamic_slice_in_dim(ancestors, start, size, axis=2)
-        latent, rope = (block_of(array, start, size, fresh) for array in (row_latent, row_rope))
+        latent, rope = (
+            jnp.where(fresh[..., None], lax.dynamic_slice_in_dim(array, start, size, axis=1), 0)
+            for array in (own_latent, own_rope)
+        )
         return step(carry, latent, rope, mask & fresh[:, None, :])
 
-    def cache_step(carry, first, size):
-        start = jnp.minimum(first, capacity - size)
-        position = start + jnp.arange(size)
-        seen = (position >= first) & (position < lengths[:, None])
-        latent, rope = (block_of(cache, start, size, seen) for cache in (cache_latent, cache_rope))
+    blocks = Blocks(latent, rope, pages, lengths, block)
+
+    def cache_step(j, carry):
+        latent, rope, seen = blocks.read(j)
         return step(carry, latent, rope, seen[:, None, :] & valid[:, :, None])
 
     zero = jnp.zeros((requests, rows, heads, w_uv.shape[1]), jnp.float32)
@@ -94,11 +96,8 @@ def prefill_attention(
         # Training differentiates this scan (the cache is empty there): recompute a block's scores, do not store them.
         later = jax.checkpoint(lambda carry, first: (rows_step(carry, first, block), None))
         carry, _ = lax.scan(later, carry, block * jnp.arange(1, -(-rows // block)))
-    if 0 < capacity <= block:
-        carry = cache_step(carry, 0, capacity)
-    elif capacity > block:
-        blocks = lax.div(jnp.minimum(lengths.max(), capacity) + block - 1, block)
-        carry = lax.fori_loop(0, blocks, lambda j, carry: cache_step(carry, j * block, block), carry)
+    if blocks.count:
+        carry = lax.fori_loop(0, blocks.count, cache_step, carry)
     maximum, total, out = carry
     return _finish(maximum, total, out, q_nope.dtype)
 

@@ -6,10 +6,11 @@ A query row sees the first `lengths[request]` cached positions and, among the ro
 Plain decoding is one row, a causal chunk is a path, a draft tree is a tree: one operation.
 
 The softmax is the streaming one (Milakov and Gimelshein, arXiv 1805.02867): a running maximum and sum, so that a long
-cache is read block by block where it lies, is never copied or concatenated, and costs its filled length. A short one is
-joined with the rows instead: two products, where streaming takes six.
+cache is gathered one block of pages at a time, and costs its filled length. A short one is joined with the rows
+instead: two products, where streaming takes six.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 DEFAULT_BLOCK = 512
-"""Cached positions a step; a cache of at most this capacity is joined with the rows (and differentiable)."""
+"""Cached positions a step; tables of at most as many are joined with the rows (and differentiable)."""
 
 FLOOR = -1e30
 """Start of the running maximum: finite, so that `-inf - FLOOR` and `exp(-inf)` never meet as NaN."""
@@ -26,11 +27,12 @@ FLOOR = -1e30
 def tree_attention(
     q_latent: Float[Array, "requests rows heads kv_lora_rank"],
     q_rope: Float[Array, "requests rows heads rope"],
-    cache_latent: Float[Array, "requests positions kv_lora_rank"],
-    cache_rope: Float[Array, "requests positions rope"],
+    latent: Float[Array, "number_of_pages page kv_lora_rank"],
+    rope: Float[Array, "number_of_pages page rope"],
+    pages: Int[Array, "requests tiles"],
     lengths: Int[Array, " requests"],
-    row_latent: Float[Array, "requests rows kv_lora_rank"],
-    row_rope: Float[Array, "requests rows rope"],
+    own_latent: Float[Array, "requests rows kv_lora_rank"],
+    own_rope: Float[Array, "requests rows rope"],
     ancestors: Bool[Array, "requests rows rows"],
     *,
     scale: float,
@@ -39,14 +41,14 @@ def tree_attention(
 ) -> tuple[Float[Array, "requests rows heads kv_lora_rank"], Float[Array, "requests rows heads"]]:
     """Compute the operation that `pallas_kernels.tree_attention.tree_attention` documents.
 
-    Scores, softmax and sums are float32; probabilities are not rounded. Differentiable in reverse mode where the
-    cache's capacity is at most `block`; above it the trip count follows the longest request at run time.
+    Scores, softmax and sums are float32; probabilities are not rounded. Differentiable in reverse mode where a table
+    has at most `block` positions; above it the trip count follows the longest request at run time.
     """
     valid = ancestors.any(axis=-1) if valid is None else valid
-    capacity = cache_latent.shape[1]
-    if capacity <= block:
-        cache, rows = (cache_latent, cache_rope), (row_latent, row_rope)
-        return _joined(q_latent, q_rope, cache, lengths, rows, ancestors & valid[..., None], valid, scale)
+    blocks = Blocks(latent, rope, pages, lengths, block)
+    if blocks.count <= 1:
+        past, rows = blocks.read(0) if blocks.count else None, (own_latent, own_rope)
+        return _joined(q_latent, q_rope, past, rows, ancestors & valid[..., None], valid, scale)
 
     def scores(latent, rope, mask):
         s = _einsum("brhc,bkc->brhk", q_latent, latent) + _einsum("brhe,bke->brhk", q_rope, rope)
@@ -63,34 +65,69 @@ def tree_attention(
 
     zero = jnp.zeros_like(q_latent, dtype=jnp.float32)
     carry = (zero[..., 0] + FLOOR, zero[..., 0], zero)
-    carry = step(carry, row_latent, row_rope, ancestors & valid[:, :, None])
+    carry = step(carry, own_latent, own_rope, ancestors & valid[:, :, None])
 
-    def cache_step(first, carry):
-        start = jnp.minimum(first, capacity - block)  # the last block may overlap the one before it
-        position = start + jnp.arange(block)
-        seen = (position >= first) & (position < lengths[:, None])
-        # What lies past the length is stale and may be anything: zero probability times NaN would be NaN.
-        latent, rope = (
-            jnp.where(seen[..., None], lax.dynamic_slice_in_dim(cache, start, block, axis=1), 0)
-            for cache in (cache_latent, cache_rope)
-        )
+    def cache_step(j, carry):
+        latent, rope, seen = blocks.read(j)
         return step(carry, latent, rope, seen[:, None, :] & valid[:, :, None])
 
-    blocks = lax.div(jnp.minimum(lengths.max(), capacity) + block - 1, block)
-    carry = lax.fori_loop(0, blocks, lambda j, carry: cache_step(j * block, carry), carry)
-
-    maximum, total, out = carry
+    maximum, total, out = lax.fori_loop(0, blocks.filled, cache_step, carry)
     return _finish(maximum, total, out, q_latent.dtype)
 
 
-def _joined(q_latent, q_rope, cache, lengths, rows, ancestors, valid, scale):
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """The cached positions of each request, gathered a block of pages at a time."""
+
+    latent: Float[Array, "number_of_pages page kv_lora_rank"]
+    rope: Float[Array, "number_of_pages page rope"]
+    pages: Int[Array, "requests tiles"]
+    lengths: Int[Array, " requests"]
+    block: int
+    """Positions a block, at most, and at least one page."""
+
+    @property
+    def tiles(self) -> int:
+        """Pages of each request in a block."""
+        return min(max(1, self.block // self.latent.shape[1]), self.pages.shape[1])
+
+    @property
+    def count(self) -> int:
+        """Blocks of the table."""
+        return -(-self.pages.shape[1] // max(1, self.tiles))
+
+    @property
+    def filled(self) -> Int[Array, ""]:
+        """Blocks that the longest request reaches."""
+        positions = self.tiles * self.latent.shape[1]
+        return jnp.minimum(lax.div(self.lengths.max() + positions - 1, positions), self.count)
+
+    def read(self, j: int | Int[Array, ""]) -> tuple[Array, Array, Bool[Array, "requests positions"]]:
+        """Latents and rope keys of the j-th block, and which of its positions are seen; the others are zero."""
+        page = self.latent.shape[1]
+        first = j * self.tiles
+        start = jnp.minimum(first, self.pages.shape[1] - self.tiles)  # the last may overlap the one before it
+        pages = lax.dynamic_slice_in_dim(self.pages, start, self.tiles, axis=1)
+        position = start * page + jnp.arange(self.tiles * page)
+        seen = (position >= first * page) & (position < self.lengths[:, None])
+        # What lies past the length is stale and may be anything: zero probability times NaN would be NaN.
+        latent, rope = (jnp.where(seen[..., None], gather(pool, pages), 0) for pool in (self.latent, self.rope))
+        return latent, rope, seen
+
+
+def gather(
+    pool: Float[Array, "number_of_pages page width"], pages: Int[Array, "requests tiles"]
+) -> Float[Array, "requests positions width"]:
+    """The positions of each request in order; arbitrary where an entry names no page."""
+    return pool.at[pages].get(mode="clip").reshape(pages.shape[0], -1, pool.shape[-1])
+
+
+def _joined(q_latent, q_rope, past, rows, ancestors, valid, scale):
     """Cached positions and rows in one softmax."""
     keys, mask = jnp.concatenate(rows, axis=-1), ancestors
-    if capacity := cache[0].shape[1]:
-        seen = jnp.arange(capacity) < lengths[:, None]
-        # What lies past the length is stale and may be anything: zero probability times NaN would be NaN.
-        past = jnp.where(seen[..., None], jnp.concatenate(cache, axis=-1), 0)
-        keys = jnp.concatenate([past, keys], axis=1)
+    if past is not None:
+        *past, seen = past
+        keys = jnp.concatenate([jnp.concatenate(past, axis=-1), keys], axis=1)
         mask = jnp.concatenate([seen[:, None] & valid[..., None], mask], axis=-1)
     s = _einsum("brhe,bke->brhk", jnp.concatenate([q_latent, q_rope], axis=-1), keys)
     s = jnp.where(mask[:, :, None], s * scale, -jnp.inf)

@@ -73,6 +73,28 @@ def plan(lengths: Int[Array, " requests"], row_tiles: int, block: int, splits: i
     return Schedule(pieces, jnp.stack([start, tiles], axis=1), joins)
 
 
+def whole_tiles(
+    pages: Int[Array, "requests tiles"], lengths: Int[Array, " requests"], page: int
+) -> Int[Array, "requests entries"]:
+    """The tables with entries for whole kernel tiles, at least one of them.
+
+    A tile is copied whole. Where it is several pages, the last that a length reaches stands again for those behind it.
+    """
+    per_tile = BLOCK // page
+    missing = -pages.shape[1] % per_tile if pages.shape[1] else per_tile
+    pages = jnp.pad(pages.astype(jnp.int32), ((0, 0), (0, missing)))
+    if per_tile == 1:
+        return pages
+    last = lax.div(jnp.maximum(lengths, 1) - 1, page)[:, None]
+    return jnp.take_along_axis(pages, jnp.minimum(jnp.arange(pages.shape[1]), last), axis=1)
+
+
+def page_numbers(pages: jax.Ref, request, tile, per_tile: int) -> list[Array]:
+    """Where a tile of a request's context lies; anything where the tile is one of its own rows."""
+    last = pages.shape[1] - 1
+    return [pages[request, jnp.minimum(tile * per_tile + i, last)] for i in range(per_tile)]
+
+
 def pack_mask(
     ancestors: Bool[Array, "requests rows rows"],
     valid: Bool[Array, "requests rows"],
@@ -178,9 +200,10 @@ def run(
 ) -> tuple[Array, Array]:
     """Launch an attention kernel over pieces and query tiles, two warpgroups a block, and join what was cut.
 
-    `operands` are the queries, the cache, the rows, the lengths and the mask, as `attend` takes them. The body gets
-    references to them, to the tables of pieces and requests, to the results and, where requests may be cut, to the
-    partial results, and its scratch by name. Returns outputs and natural log-sum-exp, padded to whole query tiles.
+    `operands` are the queries, the cache, the rows, the page tables, the lengths and the mask, as `attend` takes them.
+    The body gets references to them, to the tables of pieces and requests, to the results and, where requests may be
+    cut, to the partial results, and its scratch by name. Returns outputs and natural log-sum-exp, padded to whole query
+    tiles.
     """
 
     def named(*refs):  # Mosaic would lay out a mapping in the order of its names
@@ -211,11 +234,12 @@ def launch(
     config: Config,
     q_latent: Float[Array, "requests rows heads rank"],
     q_rope: Float[Array, "requests rows heads rope"],
-    cache_latent: Float[Array, "requests positions rank"],
-    cache_rope: Float[Array, "requests positions rope"],
+    latent: Float[Array, "number_of_pages page rank"],
+    rope: Float[Array, "number_of_pages page rope"],
+    pages: Int[Array, "requests tiles"],
     lengths: Int[Array, " requests"],
-    row_latent: Float[Array, "requests rows rank"],
-    row_rope: Float[Array, "requests rows rope"],
+    own_latent: Float[Array, "requests rows rank"],
+    own_rope: Float[Array, "requests rows rope"],
     ancestors: Bool[Array, "requests rows rows"],
     *,
     scale: float,
@@ -236,14 +260,17 @@ def launch(
 
     valid = ancestors.any(axis=-1) if valid is None else valid
     # A request without a valid row sees nothing, however long its context is.
-    lengths = jnp.where(valid.any(axis=1), jnp.minimum(lengths, cache_latent.shape[1]), 0).astype(jnp.int32)
+    lengths = jnp.where(valid.any(axis=1), jnp.minimum(lengths, pages.shape[1] * latent.shape[1]), 0).astype(jnp.int32)
+    if not latent.shape[0]:  # nothing is cached, but the copy that never runs needs a page to name
+        latent, rope = (jnp.zeros((1, *pool.shape[1:]), pool.dtype) for pool in (latent, rope))
     out, lse = attend(
         align(q_latent.reshape(requests, query_rows, rank)),
         align(q_rope.reshape(requests, query_rows, -1)),
-        cache_latent,
-        cache_rope,
-        align(row_latent),
-        align(row_rope),
+        latent,
+        rope,
+        align(own_latent),
+        align(own_rope),
+        whole_tiles(pages, lengths, latent.shape[1]),
         lengths,
         pack_mask(ancestors, valid, heads, BLOCK, padded),
         plan(lengths, -(-rows // BLOCK), BLOCK, config.splits, config.min_tiles),

@@ -49,8 +49,8 @@ def _obstacle(shape: Shape, dtype: jnp.dtype) -> str | None:
         return f"kv_lora_rank is {shape.kv_lora_rank}, a tile takes 128, 256 or 512"
     if shape.rope != 64:
         return f"the rope width is {shape.rope}, a tile takes 64"
-    if shape.positions == 0 or shape.positions % 8:
-        return f"the cache holds {shape.positions} positions, the copy engine needs a positive multiple of 8"
+    if shape.page % 16 or BLOCK % shape.page:
+        return f"a page holds {shape.page} positions, a tile of {BLOCK} is made of pages of 16, 32 or 64"
     return None
 
 

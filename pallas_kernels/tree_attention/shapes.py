@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from pallas_kernels.draws import Draws
 from pallas_kernels.operation import Case
+from pallas_kernels.tree_attention.tile import PAGE
 
 SCALE = 0.14467962580268923
 """Kimi K2.6's softmax scale: 192^-0.5 times the square of YaRN's 0.1 ln(64) + 1."""
@@ -17,7 +18,10 @@ SCALE = 0.14467962580268923
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The per-device sizes of one call; `filled` is the length of each request (None: all positions)."""
+    """The per-device sizes of one call; `filled` is the length of each request (None: all positions).
+
+    A table has as many pages as `positions` need.
+    """
 
     requests: int
     rows: int
@@ -26,6 +30,12 @@ class Shape:
     filled: tuple[int, ...] | None = None
     kv_lora_rank: int = 512
     rope: int = 64
+    page: int = PAGE
+
+    @property
+    def tiles(self) -> int:
+        """Pages of a request's table."""
+        return -(-self.positions // self.page)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -89,19 +99,30 @@ def problem(
     trees: Sequence[Sequence[int]] | None = None,
     query_std: float = 0.5,
 ) -> tuple[Array, ...]:
-    """Random arguments of `tree_attention`, in its order; trees as parents (None: random)."""
+    """Random arguments of `tree_attention`, in its order; trees as parents (None: random).
+
+    Pages lie in random order. Those that nobody's length reaches hold NaN, and the entries behind name no page.
+    """
     if trees is None:
         rng = np.random.default_rng(seed)
         trees = [parents("random", shape.rows, rng) for _ in range(shape.requests)]
     normal = functools.partial(Draws(seed).normal, dtype=dtype)
     queries = (shape.requests, shape.rows, shape.heads)
-    cache = (shape.requests, shape.positions)
     own = (shape.requests, shape.rows)
+    count = shape.requests * shape.tiles + 1
+    table = np.random.default_rng(seed).permutation(count)[1:].reshape(shape.requests, shape.tiles)
+    filled = np.arange(shape.tiles) < -(-np.array(shape.lengths)[:, None] // shape.page)
+    nobodys = np.setdiff1d(np.arange(count), table[filled])
+
+    def cache(width):
+        return normal(count, shape.page, width).at[nobodys].set(jnp.nan)
+
     return (
         normal(*queries, shape.kv_lora_rank, std=query_std),
         normal(*queries, shape.rope, std=query_std),
-        normal(*cache, shape.kv_lora_rank),
-        normal(*cache, shape.rope),
+        cache(shape.kv_lora_rank),
+        cache(shape.rope),
+        jnp.asarray(np.where(filled, table, 10**6), jnp.int32),
         jnp.asarray(shape.lengths, jnp.int32),
         normal(*own, shape.kv_lora_rank),
         normal(*own, shape.rope),
@@ -136,6 +157,12 @@ CASES = {
     # The maximum rises all the time: values are rescaled at most tiles.
     "peaked": Case(
         Shape(2, 9, 4, 256, (256, 190), kv_lora_rank=128), {"query_std": 20.0}, {"splits": 2, "min_tiles": 1}
+    ),
+    # Tables of no pages, in a pool of one page.
+    "no cache": Case(Shape(2, 3, 8, 0, (0, 0), kv_lora_rank=128), {}, {"splits": 1, "min_tiles": 1}),
+    # Four pages a tile, of which a length reaches some.
+    "small pages": Case(
+        Shape(3, 9, 8, 144, (136, 64, 17), kv_lora_rank=128, page=16), {}, {"splits": 3, "min_tiles": 1}, slow=True
     ),
     "full width": Case(Shape(2, 8, 8, 128, (128, 60)), {}, {"splits": 2, "min_tiles": 1}, slow=True),
 }

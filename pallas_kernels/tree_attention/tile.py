@@ -2,10 +2,12 @@
 
 import dataclasses
 
+PAGE = 64
+"""Cached positions a page."""
 TILE_ROWS = 64
 """Query rows of a block of threads: a query row is one head of one tree row."""
 BLOCK = 64
-"""Positions a tile: two tiles of 64 x 576 bfloat16, the queries and the probabilities fill shared memory."""
+"""Positions a tile, one page or more: two tiles of 64 x 576 bfloat16, queries and probabilities fill shared memory."""
 STAGES = 2
 """Tiles of keys in shared memory."""
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.operation import Implementation
+from pallas_kernels.tree_attention.reference import gather
 from pallas_kernels.tree_attention.selection import IMPLEMENTATIONS
 from pallas_kernels.tree_attention.shapes import SCALE
 from pallas_kernels.tree_attention.tile import Config
@@ -20,14 +21,14 @@ def configure(shape, device, **options):
 
 
 def run(
-    config, q_latent, q_rope, cache_latent, cache_rope, lengths, row_latent, row_rope, ancestors,
+    config, q_latent, q_rope, latent, rope, pages, lengths, own_latent, own_rope, ancestors,
     *, scale=SCALE, interpret=None,
 ):  # fmt: skip
     """The outputs of the reference; a real kernel would be launched here."""
-    latent = jnp.concatenate([cache_latent, row_latent], axis=1)
-    keys = jnp.concatenate([latent, jnp.concatenate([cache_rope, row_rope], axis=1)], axis=-1)
+    cached = jnp.concatenate([gather(latent, pages), gather(rope, pages)], axis=-1)
+    keys = jnp.concatenate([cached, jnp.concatenate([own_latent, own_rope], axis=-1)], axis=1)
     position = jnp.arange(keys.shape[1])
-    seen = (position < lengths[:, None]) | (position == cache_latent.shape[1])
+    seen = (position < lengths[:, None]) | (position == cached.shape[1])
     seen &= ancestors[:, 0]  # a padding row sees nothing
     keys = jnp.where(seen[..., None], keys, 0).astype(jnp.float32)  # what lies past the length may be anything
     query = jnp.concatenate([q_latent, q_rope], axis=-1)

@@ -37,20 +37,22 @@ def experts_in_float64(x, expert_ids, expert_weights, *stacks):
 
 
 def softmax_over_paths(
-    q_latent, q_rope, cache_latent, cache_rope, lengths, row_latent, row_rope, ancestors, *, scale=0.14467962580268923
+    q_latent, q_rope, latent, rope, pages, lengths, own_latent, own_rope, ancestors, *, scale=0.14467962580268923
 ):
     """Each row as the last token of its own path, in float64: keys gathered, then an ordinary softmax."""
     queries = np.concatenate([np.asarray(q_latent, np.float64), np.asarray(q_rope, np.float64)], -1)
-    cache = np.concatenate([np.asarray(cache_latent, np.float64), np.asarray(cache_rope, np.float64)], -1)
-    own = np.concatenate([np.asarray(row_latent, np.float64), np.asarray(row_rope, np.float64)], -1)
+    pool = np.concatenate([np.asarray(latent, np.float64), np.asarray(rope, np.float64)], -1)
+    own = np.concatenate([np.asarray(own_latent, np.float64), np.asarray(own_rope, np.float64)], -1)
     rank = q_latent.shape[-1]
     out = np.zeros(q_latent.shape)
     lse = np.full(q_latent.shape[:3], -np.inf)
     for b, length in enumerate(np.asarray(lengths)):
+        filled = np.asarray(pages)[b, : -(-length // pool.shape[1])]
+        cached = pool[filled].reshape(-1, pool.shape[-1])[:length]
         for i, sees in enumerate(np.asarray(ancestors[b])):
             if not sees.any():
                 continue
-            keys = np.concatenate([cache[b, :length], own[b, sees]])
+            keys = np.concatenate([cached, own[b, sees]])
             scores = queries[b, i] @ keys.T * scale
             top = scores.max(-1, keepdims=True)
             weights = np.exp(scores - top)

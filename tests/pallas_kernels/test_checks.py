@@ -104,7 +104,7 @@ def test_a_lost_tile_of_a_long_context_is_seen():
     shape = tree_attention.Shape(1, 1, 2, 32768, kv_lora_rank=32, rope=8)
     arguments = list(ATTENTION.problem(shape))
     want = jax.jit(ATTENTION.reference)(*arguments)
-    arguments[4] -= BLOCK
+    arguments[5] -= BLOCK
     out, lse = differences(jax.jit(ATTENTION.reference)(*arguments), want)
     assert ATTENTION.tolerances[0].exceeded(out)
     assert ATTENTION.tolerances[1].exceeded(lse)

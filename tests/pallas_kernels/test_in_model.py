@@ -53,7 +53,7 @@ PRESETS = {
 }
 DEFAULT_RUN = {"hgx-ib-16": (0, 13)}
 """The default run checks attention on these ranks; the slow run all ranks, and the experts, which compile longer."""
-ROWS, CAPACITY = 9, 80
+ROWS, CAPACITY = 9, 128
 INTERPRETER = threading.Lock()
 """One for both operations: replicas run at their own pace, one in its experts while another is in attention."""
 

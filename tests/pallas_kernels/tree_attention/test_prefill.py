@@ -13,7 +13,7 @@ from pallas_kernels.tree_attention.prefill import workspace_bytes
 from pallas_kernels.tree_attention.shapes import SCALE, Shape, ancestors_of, parents, problem
 
 NOPE, V = 12, 10
-SHAPE = Shape(3, 21, 4, 70, (70, 0, 33), kv_lora_rank=32, rope=8)
+SHAPE = Shape(3, 21, 4, 70, (70, 0, 33), kv_lora_rank=32, rope=8, page=16)
 
 
 def expanded(shape, dtype=jnp.float32, trees=None):
@@ -27,8 +27,9 @@ def expanded(shape, dtype=jnp.float32, trees=None):
 
 
 def absorbed(q_nope, q_rope, *rest_and_weights):
-    *rest, w_uk, w_uv = (np.asarray(a, np.float32) if a.dtype != bool else a for a in rest_and_weights)
-    rest[2] = jnp.asarray(rest[2], jnp.int32)
+    *rest, w_uk, w_uv = (
+        np.asarray(a, np.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in rest_and_weights
+    )
     q_latent = np.einsum("brhn,hnc->brhc", np.asarray(q_nope, np.float32), w_uk)
     out, lse = tree_attention(
         jnp.asarray(q_latent), jnp.asarray(q_rope, jnp.float32), *map(jnp.asarray, rest), scale=SCALE

@@ -48,8 +48,8 @@ def test_short_contexts_are_not_ground_to_dust():
         ({"kv_lora_rank": 96}, "kv_lora_rank is 96"),
         ({"kv_lora_rank": 640}, "kv_lora_rank is 640"),
         ({"rope": 32}, "rope width is 32"),
-        ({"positions": 0}, "holds 0 positions"),
-        ({"positions": 1001}, "holds 1001 positions"),
+        ({"page": 8}, "a page holds 8 positions"),
+        ({"page": 128}, "a page holds 128 positions"),
     ],
 )
 def test_what_a_kernel_cannot_serve_goes_to_the_reference_or_is_an_error_by_name(change, message):
