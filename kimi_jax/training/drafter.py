@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
@@ -18,7 +17,7 @@ from kimi_jax.model.cache import empty_cache
 from kimi_jax.model.transformer import CausalLM, causal_rows
 from kimi_jax.parameters import Parameters, bind
 from kimi_jax.training.data import Chat
-from kimi_jax.training.target import Recipe, TrainState, over_dp
+from kimi_jax.training.target import Recipe, TrainState, over_dp, updated
 
 
 @jax.tree_util.register_dataclass
@@ -130,15 +129,9 @@ def draft_step(
 
     (total, sums), gradients = over_dp(mesh, gradient, (state.parameters, frozen), texts)
     count = jnp.maximum(sums.weights, 1e-6)
-    gradients = jax.tree.map(lambda gradient: gradient / count, gradients)
-    updates, optimizer = recipe.optimizer().update(gradients, state.optimizer, state.parameters)
-    parameters: Parameters = optax.apply_updates(state.parameters, updates)  # pyright: ignore[reportAssignmentType]
-    metrics = {
-        "loss": total / count,
-        "acceptance": sums.accepted / jnp.maximum(sums.blocks, 1),
-        "gradient_norm": optax.tree.norm(gradients),
-    }
-    return TrainState(state.step + 1, parameters, optimizer), metrics
+    state, gradient_norm = updated(state, recipe, gradients, count)
+    acceptance = sums.accepted / jnp.maximum(sums.blocks, 1)
+    return state, {"loss": total / count, "acceptance": acceptance, "gradient_norm": gradient_norm}
 
 
 def chain_rounds(drafted: Int[np.ndarray, "anchors depth"], text: Sequence[int], first_anchor: int) -> list[int]:

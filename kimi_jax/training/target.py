@@ -14,8 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from kimi_jax.config import ModelConfig
-from kimi_jax.model.attention import LatentAttention
-from kimi_jax.model.cache import Latents, empty_cache
+from kimi_jax.model.cache import empty_cache
 from kimi_jax.model.moe import MixtureOfExperts
 from kimi_jax.model.transformer import CausalLM
 from kimi_jax.parameters import Parameters, bind, declarations, from_leaves, weight
@@ -72,44 +71,9 @@ class FloatExperts(nnx.Module):
         return (out * weights[..., None].astype(x.dtype)).sum(1)
 
 
-class TrainingAttention(LatentAttention):
-    """The same attention over the rows alone, heads before rows: its gradient costs a third on a CPU."""
-
-    def __call__(
-        self,
-        x: Float[Array, "requests rows hidden"],
-        positions: Int[Array, "requests rows"],
-        cached: Latents,
-        lengths: Int[Array, " requests"],
-        ancestors: Bool[Array, "requests rows rows"],
-        expanded: bool | None = None,
-    ) -> tuple[Float[Array, "requests rows hidden"], Latents]:
-        """As `LatentAttention` on an empty cache. A padding row sees itself, so that no softmax is empty."""
-        assert cached.latent.shape[1] == 0, "training runs whole sequences, on an empty cache"
-        config = self.config
-        nope, rank = config.qk_nope_head_dim, config.kv_lora_rank
-        cos, sin = turn = self.turn(positions)
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        q = q.reshape(*q.shape[:-1], -1, config.qk_head_dim).swapaxes(1, 2)
-        q_rope = self.rotate(q[..., nope:], cos[:, None], sin[:, None])
-        own = self.latents(self.kv_a_proj_with_mqa(x), turn)
-        w = self.kv_b_proj.weight[...].reshape(-1, nope + config.v_head_dim, rank)
-        key_value = jnp.einsum("bkc,hnc->bhkn", own.latent, w)
-        key_rope = jnp.broadcast_to(own.rope[:, None], (*key_value.shape[:-1], own.rope.shape[-1]))
-        query = jnp.concatenate([q[..., :nope], q_rope], -1) * config.attention_scale
-        scores = jnp.einsum("bhrd,bhkd->bhrk", query, jnp.concatenate([key_value[..., :nope], key_rope], -1))
-        seen = ancestors | jnp.eye(x.shape[1], dtype=bool)
-        probabilities = jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30), axis=-1)
-        out = jnp.einsum("bhrk,bhkv->brhv", probabilities, key_value[..., nope:])
-        return self.o_proj(out.reshape(*out.shape[:-2], -1)), own
-
-
 def training_model(config: ModelConfig, capacity_factor: float = 2.0) -> CausalLM:
     """The model as it is trained; its weights are those of the inference model but for the experts' float type."""
-    model = CausalLM(config, make_experts=functools.partial(FloatExperts, capacity_factor=capacity_factor))
-    for layer in model.model.layers:
-        layer.self_attn = TrainingAttention(config)
-    return model
+    return CausalLM(config, make_experts=functools.partial(FloatExperts, capacity_factor=capacity_factor))
 
 
 def initial_parameters(model: nnx.Module, key: PRNGKeyArray, layers: int) -> Parameters:
@@ -214,6 +178,16 @@ def initial_state(parameters: Parameters, recipe: Recipe) -> TrainState:
     return TrainState(jnp.int32(0), parameters, recipe.optimizer().init(parameters))
 
 
+def updated(
+    state: TrainState, recipe: Recipe, gradients: Parameters, count: Float[Array, ""]
+) -> tuple[TrainState, Float[Array, ""]]:
+    """The state after one step of the optimiser, and the gradients' norm; `gradients` are sums over `count`."""
+    gradients = jax.tree.map(lambda gradient: gradient / count, gradients)
+    updates, optimizer = recipe.optimizer().update(gradients, state.optimizer, state.parameters)
+    parameters: Parameters = optax.apply_updates(state.parameters, updates)  # pyright: ignore[reportAssignmentType]
+    return TrainState(state.step + 1, parameters, optimizer), optax.tree.norm(gradients)
+
+
 def over_dp[T](mesh: Mesh, function: Callable[[Any, Any], T], replicated: Any, spread: Any) -> T:
     """Sum over dp of a function of each rank's part of `spread`; ep and tp are left to the compiler.
 
@@ -248,23 +222,21 @@ def train_step(
 
     (loss, sums), gradients = over_dp(mesh, gradient, state.parameters, batch)
     count = jnp.maximum(sums.tokens, 1)
-    gradients = jax.tree.map(lambda gradient: gradient / count, gradients)
-    updates, optimizer = recipe.optimizer().update(gradients, state.optimizer, state.parameters)
-    parameters: Parameters = optax.apply_updates(state.parameters, updates)  # pyright: ignore[reportAssignmentType]
-    rate = recipe.bias_rate * recipe.schedule()(state.step) / recipe.learning_rate
+    state, gradient_norm = updated(state, recipe, gradients, count)
+    rate = recipe.bias_rate * recipe.schedule()(state.step - 1) / recipe.learning_rate
     worst = jnp.float32(0)
     for index, load in sums.loads.items():
         load = load.astype(jnp.float32)
-        gate = parameters["model"]["layers"][index]["mlp"]["gate"]
+        gate = state.parameters["model"]["layers"][index]["mlp"]["gate"]
         gate["e_score_correction_bias"] += rate * jnp.sign(load.mean() - load)
         worst = jnp.maximum(worst, load.max() / load.mean())
     metrics = {
         "loss": loss / count,
         "accuracy": sums.correct / count,
-        "gradient_norm": optax.tree.norm(gradients),
+        "gradient_norm": gradient_norm,
         "worst_load": worst,
     }
-    return TrainState(state.step + 1, parameters, optimizer), metrics
+    return state, metrics
 
 
 def teacher_forced(model: CausalLM, parameters: Parameters, batch: Batch) -> Bool[Array, " sequences"]:
