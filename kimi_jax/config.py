@@ -111,8 +111,10 @@ ROPE_FIELDS = {"default": (), "yarn": tuple(field.name for field in dataclasses.
 def read_rope(fields: Fields) -> tuple[float, Yarn | None]:
     """Base and scaling of the rotary embedding, where and as transformers 5 reads them.
 
-    `rope_scaling` counts before `rope_parameters`, and a rope_theta inside before the one beside it. Raises ConfigError
-    for types and fields that are not implemented, and for numbers out of range.
+    `rope_scaling` counts before `rope_parameters`, and a rope_theta inside before the one beside it.
+
+    Raises:
+      ConfigError: types and fields that are not implemented, or numbers out of range.
     """
     name = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
     rope = fields.object(name)
@@ -204,7 +206,11 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
-        """Builds the configuration from a parsed config.json. Raises ConfigError as `from_json` does."""
+        """Builds the configuration from a parsed config.json.
+
+        Raises:
+          ConfigError: as `from_json` does.
+        """
         top = Fields(as_object(raw, "the file"))
         nested = "text_config" in top.values
         text = Fields(as_object(raw["text_config"], "text_config"), "text_config.") if nested else top

@@ -209,7 +209,11 @@ def encode(
 
 
 def raw_texts(prompts: Sequence[Prompt], system: str | None) -> list[str]:
-    """What goes to the model without a template. Raises PromptError and TextError as `encode` does."""
+    """What goes to the model without a template.
+
+    Raises:
+      PromptError, TextError: as `encode` does.
+    """
     texts = []
     for number, prompt in enumerate(prompts, 1):
         where = prompt.where or f"prompt {number}"

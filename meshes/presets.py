@@ -102,7 +102,11 @@ class Preset:
     """GPUs (short names of `meshes.hardware`) that this machine exists with; the first is the default."""
 
     def check_gpu(self, gpu_name: str) -> None:
-        """Raises LayoutError where the machine does not exist with this GPU."""
+        """Refuses a GPU that the machine does not exist with.
+
+        Raises:
+          LayoutError: naming those that it does.
+        """
         if gpu_name not in self.gpu_names:
             raise LayoutError(f"{self.name} is made of {', '.join(self.gpu_names)}, not of {gpu_name}")
 

@@ -13,7 +13,11 @@ class CheckpointError(ValueError):
 
 
 def require_finished(directory: Path) -> None:
-    """Raises CheckpointError where the writing of a checkpoint or drafter folder was cut, or goes on."""
+    """Refuses a checkpoint or drafter folder whose writing was cut, or goes on.
+
+    Raises:
+      CheckpointError: naming the folder.
+    """
     marker = directory / UNFINISHED_NAME
     if marker.exists() or (directory.name.endswith(UNFINISHED_SUFFIX) and directory.is_dir()):
         what = f"{marker} says that" if marker.exists() else f"{directory}: its name says that"

@@ -104,7 +104,11 @@ def local_folder(
 
 
 def _check_space(root: Path, repository: str, needed: int) -> None:
-    """Raises CheckpointError where a download would not fit."""
+    """Refuses a download that would not fit.
+
+    Raises:
+      CheckpointError: with the bytes that are missing.
+    """
     existing = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
     free = shutil.disk_usage(existing).free
     if needed > free:

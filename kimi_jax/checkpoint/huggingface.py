@@ -81,7 +81,11 @@ def load(
 
 
 def read(matched: Plan, module: nnx.Module, *, progress: Progress | None = None, workers: int = 8) -> Parameters:
-    """Executes this process's part of a plan. Raises CheckpointError as `load` does."""
+    """Executes this process's part of a plan.
+
+    Raises:
+      CheckpointError: as `load` does.
+    """
     arrays = matched.local(jax.process_index())
     total = matched.read_bytes(jax.process_index()) if progress else 0
     leaves = read_arrays(arrays, Counter(progress, total), workers)
@@ -89,7 +93,11 @@ def read(matched: Plan, module: nnx.Module, *, progress: Progress | None = None,
 
 
 def read_arrays(arrays: Sequence[ArrayPlan], count: Counter, workers: int) -> dict[parameters.Path, jax.Array]:
-    """Reads the local parts of some arrays of a plan. Raises CheckpointError as `load` does."""
+    """Reads the local parts of some arrays of a plan.
+
+    Raises:
+      CheckpointError: as `load` does.
+    """
     budget, in_flight = 2 * max((array.nbytes for array in arrays), default=0), 0
     leaves: dict[parameters.Path, jax.Array] = {}
     waiting: deque[Reading] = deque()

@@ -286,7 +286,11 @@ def declared_tensors(
 
 
 def lay_out(declaration: Declaration, mesh: Mesh, rules: Rules, key: str) -> tuple[NamedSharding, tuple[Block, ...]]:
-    """How an array lies on a mesh, and its distinct blocks. Raises CheckpointError with `key` where it cannot."""
+    """How an array lies on a mesh, and its distinct blocks.
+
+    Raises:
+      CheckpointError: with `key` where it cannot.
+    """
     sharding = NamedSharding(mesh, declaration.spec(rules))
     try:
         return sharding, _blocks(declaration.shape, declaration.stacked, sharding)

@@ -175,7 +175,11 @@ def _entry(file: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int
 
 
 def read_index(index: Path) -> tuple[Mapping[str, str], int | None]:
-    """File of each tensor, and the bytes of all where the index has them. Raises as `open_checkpoint`."""
+    """File of each tensor, and the bytes of all where the index has them.
+
+    Raises:
+      as: `open_checkpoint`.
+    """
     with os.fdopen(open_regular(index), "rb") as stream:
         if (size := os.fstat(stream.fileno()).st_size) > MAX_HEADER_BYTES:
             raise CheckpointError(f"{index}: {size:,} bytes, more than {MAX_HEADER_BYTES:,}; not an index")

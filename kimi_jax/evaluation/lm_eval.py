@@ -88,7 +88,11 @@ class KimiJax(TemplateLM):
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> "KimiJax":
-        """The model of `--model_args`. Raises ValueError as `create_from_arg_obj`."""
+        """The model of `--model_args`.
+
+        Raises:
+          ValueError: as `create_from_arg_obj`.
+        """
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @classmethod
@@ -133,7 +137,11 @@ class KimiJax(TemplateLM):
         return self.engine.tokenizer.encode(string, allow_special=True)
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """What the log says of the template. Raises ValueError where another one is asked for by name."""
+        """What the log says of the template.
+
+        Raises:
+          ValueError: where another one is asked for by name.
+        """
         if isinstance(chat_template, str):
             raise ValueError(f"there is no chat template {chat_template!r}: give --apply_chat_template without a name")
         return f"kimi_jax.chat.render(thinking={self.thinking})" if chat_template else ""

@@ -18,7 +18,11 @@ class InputError(ValueError):
 
 
 def read_ids(path: Path, vocab_size: int) -> list[list[int]]:
-    """A JSON list of id lists of equal length. Raises InputError naming the file and the list that does not fit."""
+    """A JSON list of id lists of equal length.
+
+    Raises:
+      InputError: naming the file and the list that does not fit.
+    """
     try:
         value: Any = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:

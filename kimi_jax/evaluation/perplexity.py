@@ -82,7 +82,11 @@ class Journal:
     """
 
     def __init__(self, path: Path | None, run: dict[str, Any]):
-        """Opens or begins the file. Raises ValueError where it belongs to another run, naming what differs."""
+        """Opens or begins the file.
+
+        Raises:
+          ValueError: where it belongs to another run, naming what differs.
+        """
         self.nats: dict[int, float] = {}
         self._path = path
         self._writes = processes.this().prints

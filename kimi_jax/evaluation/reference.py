@@ -49,7 +49,10 @@ def read_references(path: Path, vocab_size: int) -> list[Reference]:
     """A JSON Lines file of objects with `prompt_token_ids` and `prompt_logprobs`, as vLLM answers.
 
     `prompt_logprobs` has an entry for each id, the first null, the others objects of token id to a number or to an
-    object with `logprob`. Raises InputError naming the line and what is wrong with it.
+    object with `logprob`.
+
+    Raises:
+      InputError: naming the line and what is wrong with it.
     """
     references = []
     for number, line in enumerate(text_files.lines_of(text_files.read_text(path)), 1):

@@ -43,7 +43,11 @@ def bytes_of_process_0(value: bytes) -> bytes:
 
 
 def require_devices(mesh: Mesh) -> None:
-    """Raises ValueError where this process has no device in the mesh: it could not take part in a step."""
+    """Refuses a mesh in which this process has no device: it could not take part in a step.
+
+    Raises:
+      ValueError: no device of the mesh is this process's.
+    """
     if not any(device.process_index == jax.process_index() for device in mesh.devices.flat):
         used = len({device.process_index for device in mesh.devices.flat})
         raise ValueError(

@@ -230,7 +230,11 @@ def _initialize(
 
 
 def _wait_for(coordinator: str, seconds: float) -> None:
-    """Until something listens there. Raises ValueError after so many seconds."""
+    """Until something listens there.
+
+    Raises:
+      ValueError: after so many seconds.
+    """
     host, _, port = coordinator.rpartition(":")
     deadline = time.monotonic() + seconds
     while True:

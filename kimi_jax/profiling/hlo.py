@@ -67,7 +67,11 @@ class Instruction:
 
     @property
     def fused(self) -> str:
-        """The computation of a fusion. Raises KeyError for anything else."""
+        """The computation of a fusion.
+
+        Raises:
+          KeyError: for anything else.
+        """
         return dict(self.called())["calls"]
 
     def called(self) -> list[tuple[str, str]]:

@@ -27,7 +27,11 @@ class Placed:
 
 
 def weight_part(name: str) -> str:
-    """The part of a weight by its dotted path. Raises ValueError for one of no known part."""
+    """The part of a weight by its dotted path.
+
+    Raises:
+      ValueError: for one of no known part.
+    """
     return part_of(name.split("."))
 
 

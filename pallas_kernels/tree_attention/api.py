@@ -51,7 +51,8 @@ def tree_attention(
     which implementation "auto" takes on a device (default: the mesh's in use, else the first), and why. A kernel needs
     finite values past the length in a request's last page; the reference does not. `interpret` runs it on a CPU.
 
-    Raises ValueError where shapes do not fit together, or where a named implementation cannot serve them.
+    Raises:
+      ValueError: shapes do not fit together, or a named implementation cannot serve them.
     """
     check_shapes(q_latent, q_rope, latent, rope, pages, lengths, own_latent, own_rope, ancestors)
     requests, rows, heads, rank = q_latent.shape

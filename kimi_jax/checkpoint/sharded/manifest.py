@@ -119,7 +119,11 @@ def chunk_key(number: tuple[int, ...]) -> str:
 
 
 def open_array(folder: Path, name: str) -> Any:
-    """An array of a part, as tensorstore opens it. Raises CheckpointError naming both."""
+    """An array of a part, as tensorstore opens it.
+
+    Raises:
+      CheckpointError: naming both.
+    """
     kvstore = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{name}/"}
     try:
         return tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, read=True, open=True).result()
@@ -134,7 +138,11 @@ def part_sizes(directory: Path) -> dict[str, int]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises CheckpointError naming the file."""
+    """A JSON object from a file.
+
+    Raises:
+      CheckpointError: naming the file.
+    """
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:

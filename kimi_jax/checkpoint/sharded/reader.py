@@ -77,7 +77,11 @@ class Reader:
                 self._checksums.setdefault(name, {}).update(chunks)
 
     def check(self, declarations: Iterable[Declaration]) -> None:
-        """Matches all arrays of a model with those stored. Raises CheckpointError naming each that does not fit."""
+        """Matches all arrays of a model with those stored.
+
+        Raises:
+          CheckpointError: naming each that does not fit.
+        """
         problems, wanted = [], set()
         for declaration in declarations:
             name = array_name(declaration.path)

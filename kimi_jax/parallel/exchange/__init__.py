@@ -22,14 +22,22 @@ BACKENDS: dict[str, Backend] = {
 
 
 def backend(name: str) -> Backend:
-    """The exchange of a layout. Raises LayoutError for an unknown name, with those that are known."""
+    """The exchange of a layout.
+
+    Raises:
+      LayoutError: for an unknown name, with those that are known.
+    """
     if name not in BACKENDS:
         raise LayoutError(f"exchange is {name!r}: choose from {', '.join(BACKENDS)}")
     return BACKENDS[name]
 
 
 def messages_of(name: str) -> Messages:
-    """What an exchange declares, `ideal` included. Raises LayoutError for an unknown name."""
+    """What an exchange declares, `ideal` included.
+
+    Raises:
+      LayoutError: for an unknown name.
+    """
     return ideal.messages if name == "ideal" else backend(name).messages
 
 
