@@ -5,7 +5,6 @@ import hashlib
 from importlib import resources
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -16,9 +15,8 @@ from kimi_jax.ledger.part import PARTS, part_of
 from kimi_jax.ledger.precision import Precision
 from kimi_jax.ledger.step import Step, cache_bytes, ledger
 from kimi_jax.profiling.case import Case
-from kimi_jax.profiling.compile import placed_weights, programs_of
+from kimi_jax.profiling.compile import held_arrays
 from kimi_jax.profiling.placed import weight_bytes
-from meshes.devices import build_mesh
 from meshes.presets import Layout, preset
 
 DATA = Path(__file__).parents[1] / "data"
@@ -80,7 +78,7 @@ def test_cache_and_drafter():
 def test_weights_are_what_the_programs_shardings_hold(mesh, layout):
     machine = preset(mesh).with_layout(layout)
     case = Case(k26(), machine, machine.gpu_names[0], requests=64, context=8192, drafter=kimi_drafter())
-    held = weight_bytes(placed_weights(programs_of(case, build_mesh(machine, jax.devices()))))
+    held = weight_bytes(held_arrays(case)[0])
     assert held == {part: need.weights for part, need in ledger(case.step).items() if need.weights}
 
 
@@ -89,7 +87,7 @@ def test_any_model_of_the_family(name):
     config = ModelConfig.from_json(DATA / name)
     machine = preset("local").with_axes(ep=2, tp=2)
     case = Case(config, machine, "h200", requests=3, context=40, budget=0, dtype=jnp.float32)
-    held = weight_bytes(placed_weights(programs_of(case, build_mesh(machine, jax.devices()))))
+    held = weight_bytes(held_arrays(case)[0])
     assert held == {part: need.weights for part, need in ledger(case.step).items() if need.weights}
 
 
