@@ -1,50 +1,113 @@
 """The slots and pages of one group of ranks, and who has them."""
 
+import dataclasses
 import itertools
+from collections.abc import Iterable
 
-from kimi_jax.serving.pages import PagePool
 from kimi_jax.serving.plan import Admission, Shape, TableRow
+from kimi_jax.serving.prefix import PrefixTree
 from kimi_jax.serving.work import Work
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """A group that has a slot and pages for a request."""
+
+    group: "Group"
+    pages: int
+    """Free ones."""
+    slots: int
+    """Free ones."""
+    lane_in: int
+    """Tokens that are prefilled before a lane is free."""
+    hit: tuple[int, ...] = ()
+    """Pages that hold the beginning of the request's prompt."""
+    coming: int = 0
+    """Pages of it that there will be once what is being prefilled is, if those are more, else 0."""
+
+    @property
+    def freest(self) -> tuple[int, int, int]:
+        """Greatest where most is free."""
+        return self.pages, self.slots, -self.group.index
 
 
 class Group:
     """Works in slots, their pages, and the rows of the page table that have changed since a plan last carried them."""
 
-    def __init__(self, shape: Shape, index: int):
-        self.pool = PagePool(shape.pages)
+    def __init__(self, shape: Shape, index: int, prefix_cache: bool):
+        self.index = index
         self.works: dict[int, Work] = {}
         """By slot."""
-        self._shape, self._index = shape, index
+        self._tree = PrefixTree(shape.pages, shape.page_tokens)
+        self.pool = self._tree.pool
+        self._shape, self._prefix_cache = shape, prefix_cache
         self._changed: dict[int, int] = {}
 
     def oldest_first(self) -> list[Work]:
         """Works in slots by their arrival."""
         return sorted(self.works.values(), key=lambda work: work.arrival)
 
-    def rank(self, tokens: int) -> tuple[int, int, int] | None:
-        """The group's place among those that have room for a request now, least first; None without room.
+    def room(self, work: Work, tokens: int, flying: Iterable[Work]) -> Room | None:
+        """The group's room for a request now, or None without a slot or pages.
 
         Args:
           tokens: that need pages at once. A page more is left for each slot that still grows.
+          flying: works of this group with a chunk in flight; they may have left their slots.
         """
         free = self._shape.slots_per_group - len(self.works)
+        if not free:
+            return None
         works = self.works.values()
-        if not free or sum(not work.ready for work in works) >= self._shape.lanes:
+        hit = tuple(self._tree.find(work.ids[: work.reusable], work.request.salt)) if self._prefix_cache else ()
+        growing = sum(self._shape.pages_for(other.total) > len(other.pages) for other in works)
+        held = sum(self.pool.count(page) > 0 for page in hit)
+        if self._shape.pages_for(tokens) - held + growing > self.pool.free:
             return None
-        growing = sum(self._shape.pages_for(work.total) > len(work.pages) for work in works)
-        if self._shape.pages_for(tokens) + growing > self.pool.free:
-            return None
-        return -self.pool.free, -free, self._index
+        left = [len(other.ids) - other.prefilled for other in works if not other.ready]
+        lane_in = min(left) if len(left) >= self._shape.lanes else 0
+        coming = 0
+        if self._prefix_cache:
+            others = {*flying, *(other for other in works if other.committed < len(other.ids))}
+            coming = max((self._common_pages(work, other) for other in others), default=0)
+        return Room(self, self.pool.free, free, lane_in, hit, coming if coming > len(hit) else 0)
 
-    def admit(self, work: Work, tokens: int) -> Admission:
-        """Gives a work the lowest free slot, and pages for so many tokens."""
-        first = self._index * self._shape.slots_per_group
+    def _common_pages(self, work: Work, other: Work) -> int:
+        """Full pages that a work could share with another once that one's prompt was prefilled."""
+        if work.request.salt != other.request.salt:
+            return 0
+        size, count = self._shape.page_tokens, 0
+        most = min(work.reusable, len(other.ids)) // size
+        while (
+            count < most and work.ids[count * size : (count + 1) * size] == other.ids[count * size : (count + 1) * size]
+        ):
+            count += 1
+        return count
+
+    def admit(self, work: Work, tokens: int, hit: Iterable[int]) -> Admission:
+        """Gives a work the lowest free slot, pages that hold its beginning, and more for so many tokens."""
+        first = self.index * self._shape.slots_per_group
         slot = next(slot for slot in itertools.count(first) if slot not in self.works)
         self.works[slot] = work
-        admission = work.admit(slot, self._index)
+        work.pages = [*hit]
+        work.kept = len(work.pages)
+        self.pool.share(work.pages)
+        admission = work.admit(slot, self.index)
+        work.prefilled = work.committed = work.kept * self._shape.page_tokens
         self._changed[slot] = 0
         self.grow(work, tokens)
-        return admission
+        return dataclasses.replace(admission, cached=work.committed)
+
+    def keep(self, work: Work) -> None:
+        """Lets others share the full pages of what a work is known to have computed."""
+        if not self._prefix_cache:
+            return
+        work.kept, replaced = self._tree.add(work.text, work.pages, work.arrival, work.request.salt, work.kept)
+        if replaced is not None and work.slot is not None:
+            self._changed[work.slot] = min(self._changed.get(work.slot, replaced), replaced)
+
+    def distrust(self, work: Work) -> None:
+        """Nobody else gets the pages of a request that failed."""
+        self._tree.drop(work.ids, work.arrival, work.request.salt)
 
     def missing(self, work: Work, tokens: int) -> int:
         """Pages that a work lacks for so many tokens."""

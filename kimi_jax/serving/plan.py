@@ -111,6 +111,11 @@ class Request:
     ids: tuple[int, ...]
     limit: int
     settings: Settings = Settings()
+    salt: str = ""
+    """Pages are shared among requests of the same salt only."""
+    reusable: int | None = None
+    """Tokens of the prompt that may come from kept pages, at most; by default all but the last, and none where
+    log-probabilities of the prompt are wanted."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", tuple(operator.index(token) for token in self.ids))
@@ -133,6 +138,8 @@ class Admission:
     emitted: int
     """Tokens of the answer that stand at the prompt's end; min_tokens counts them."""
     settings: Settings
+    cached: int = 0
+    """Tokens of the prompt that the slot's pages hold already."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,35 +44,40 @@ class PrefixTree:
         """The pages of the longest known beginning of a text, in whole pages. To hold them is the caller's part."""
         return [node.page for node in self._walk(ids, salt)]
 
-    def add(self, ids: Ids, pages: list[int], owner: object, salt: str = "") -> int | None:
+    def add(self, ids: Ids, pages: list[int], owner: object, salt: str = "", known: int = 0) -> tuple[int, int | None]:
         """Makes full pages of a text known, which their owner holds and which will not change any more.
 
         Where the tree knows the same text in other pages, those replace the owner's in `pages`, which change hands at
         once: they are held, and the owner's own are let go.
 
+        Args:
+          known: of the text's pages, how many are the tree's own already.
+
         Returns:
-          The first place in `pages` that was replaced, or None.
+          Pages of the text that are the tree's now, and the first place in `pages` that was replaced, or None.
         """
-        node, replaced = self._root, None
-        for place in range(min(len(ids) // self._page_tokens, len(pages))):
+        node, replaced = self._nodes.get(pages[known - 1]) if known else self._root, None
+        if node is None:  # dropped
+            return known, None
+        for place in range(known, min(len(ids) // self._page_tokens, len(pages))):
             key = self._key(ids, place, salt)
-            known = node.children.get(key)
-            if known is None:
+            child = node.children.get(key)
+            if child is None:
                 if not self.pool.keep(pages[place]):  # dropped while its owner was reading it
                     break
-                known = node.children[key] = _Node(node, key, pages[place], owner)
-                self._nodes[known.page] = known
-            elif known.page != pages[place]:
-                self.pool.share([known.page])
+                child = node.children[key] = _Node(node, key, pages[place], owner)
+                self._nodes[child.page] = child
+            elif child.page != pages[place]:
+                self.pool.share([child.page])
                 self.pool.release([pages[place]])
-                pages[place] = known.page
+                pages[place] = child.page
                 replaced = place if replaced is None else replaced
-            node = known
-        return replaced
+            node, known = child, place + 1
+        return known, replaced
 
     def drop(self, ids: Ids, owner: object, salt: str = "") -> None:
         """Forgets what an owner has added of a text, and all that follows it, because it cannot be trusted."""
-        first = next((node for node in self._walk(ids, salt) if node.owner is owner), None)
+        first = next((node for node in self._walk(ids, salt) if node.owner == owner), None)
         if first is None:
             return
         assert first.parent is not None

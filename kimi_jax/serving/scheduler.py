@@ -6,9 +6,12 @@ The rules:
   whole prompt, the first round and one page more for every slot that still grows; among such groups the one with most
   free pages, then most free slots, then the lowest index. A request that fits nowhere may be overtaken by later ones
   that fit, `overtakes` times at most.
+- With the prefix cache, the group that holds most of a prompt's beginning is preferred, unless another has more than
+  `MUCH_FREER` times its free pages. A request waits while another prefills a longer beginning of it, or where the
+  group's lanes are free before so much would be prefilled elsewhere.
 - Prefill never waits for pages. A plan holds one chunk: the oldest prompts of each group, one in a lane.
 - Running slots take part in every plan, one round beside a chunk, else as many rounds as the shape offers: the fewest
-  while requests wait or a text has just begun, else the most that are needed. They get pages for all that is in flight
+  while requests wait, else the most that are needed. They get pages for all that is in flight
   and for this plan, oldest first; one without them pauses.
 - When a group's slots all pause and nothing of it is in flight, its newest request gives its slot back and is computed
   again later, from the prompt and its tokens so far. After `PREEMPTIONS` times it waits until a group has its pages to
@@ -20,12 +23,14 @@ import dataclasses
 from collections.abc import Mapping
 
 from kimi_jax.serving.events import Event, Seen
-from kimi_jax.serving.group import Group
+from kimi_jax.serving.group import Group, Room
 from kimi_jax.serving.plan import Admission, Lane, Plan, Request, Shape
 from kimi_jax.serving.work import Work
 
 PREEMPTIONS = 2
 """Times that a request is preempted at most."""
+MUCH_FREER = 2
+"""Times the free pages of a group that holds a prompt's beginning, with which another is preferred."""
 
 
 @dataclasses.dataclass
@@ -35,27 +40,33 @@ class _Flight:
     number: int
     rounds: int = 0
     running: dict[int, Work] = dataclasses.field(default_factory=dict)
-    ready: dict[int, Work] = dataclasses.field(default_factory=dict)
-    """Works whose prompt ends in it."""
-    prefilling: dict[int, Work] = dataclasses.field(default_factory=dict)
-    """Works with a lane whose prompt goes on."""
+    lanes: dict[int, Work] = dataclasses.field(default_factory=dict)
+    ends: dict[int, int] = dataclasses.field(default_factory=dict)
+    """How far lanes go in their prompts."""
 
     @property
     def works(self) -> dict[int, Work]:
         """All of them."""
-        return self.prefilling | self.ready | self.running
+        return self.lanes | self.running
 
 
 class Scheduler:
     """The queue, the slots and the pages of all groups."""
 
-    def __init__(self, shape: Shape, overtakes: int = 16):
-        """`overtakes`: later requests that may be admitted before one that fits nowhere."""
+    def __init__(self, shape: Shape, overtakes: int = 16, prefix_cache: bool = False):
+        """A scheduler without requests.
+
+        Args:
+          overtakes: later requests that may be admitted before one that fits nowhere.
+          prefix_cache: whether prompts that begin alike share pages, also with requests that have ended.
+        """
         self.shape = shape
+        self.prompt_tokens = self.reused_tokens = 0
+        """Tokens of all prompts that were admitted, and those of them that pages held already."""
         self.preemptions = 0
         """Preemptions so far, of all requests."""
         self._overtakes = overtakes
-        self._groups = [Group(shape, index) for index in range(shape.groups)]
+        self._groups = [Group(shape, index, prefix_cache) for index in range(shape.groups)]
         self._works: dict[str, Work] = {}
         self._queue: list[Work] = []
         self._flights: list[_Flight] = []
@@ -118,11 +129,17 @@ class Scheduler:
         if work is None:
             return None
         slot = -1 if work.slot is None else work.slot
+        if work.pages:
+            self._groups[work.group].keep(work)
         self._end(work)
         return Event(id, reason=reason, slot=slot)
 
-    def plan(self) -> Plan | None:
-        """The next dispatch, or None where there is nothing to do before another one is read."""
+    def plan(self, most: int | None = None) -> Plan | None:
+        """The next dispatch, or None where there is nothing to do before another one is read.
+
+        Args:
+          most: rounds that it may run at most, from 1; by default as many as the shape offers.
+        """
         if len(self._flights) > self.shape.ahead:
             return None
         for group in self._groups:
@@ -134,11 +151,10 @@ class Scheduler:
         lanes = [lane for group in self._groups for lane in self._lanes(group, flight)]
         if not lanes and not runners:
             return None
-        flight.rounds = self._rounds(runners, bool(lanes))
+        flight.rounds = self._rounds(runners, bool(lanes), most)
         for work in runners:
             assert work.slot is not None
             work.flying_rounds += flight.rounds
-            work.rounds += flight.rounds
             flight.running[work.slot] = work
         self._flights.append(flight)
         self._plans += 1
@@ -172,15 +188,17 @@ class Scheduler:
             expected = f"number {self._flights[0].number} comes next" if self._flights else "none is in flight"
             raise ValueError(f"dispatch {number} was read, but {expected}")
         flight = self._flights.pop(0)
-        for work in flight.ready.values():
-            work.flying_first = 0
+        for slot, work in flight.lanes.items():
+            work.committed = flight.ends[slot]
+            if work.committed == len(work.ids):
+                work.flying_first = 0
         for work in flight.running.values():
             work.flying_rounds -= flight.rounds
         under_way = [(slot, work) for slot, work in sorted(flight.works.items()) if not work.ended]
-        events = [self._event(work, slot, seen.get(slot, Seen()), slot in flight.ready) for slot, work in under_way]
+        events = [self._event(work, slot, seen.get(slot, Seen()), slot in flight.lanes) for slot, work in under_way]
         return [event for event in events if event is not None]
 
-    def _event(self, work: Work, slot: int, seen: Seen, prompt_ends: bool) -> Event | None:
+    def _event(self, work: Work, slot: int, seen: Seen, lane: bool) -> Event | None:
         request = work.request
         work.tokens += seen.tokens
         if len(work.tokens) > request.limit:
@@ -188,8 +206,12 @@ class Scheduler:
         reason = None
         if seen.failed >= 0:
             reason = "error"
-        elif seen.finished or (prompt_ends and not request.limit):
+        elif seen.finished or (lane and work.committed == len(work.ids) and not request.limit):
             reason = "stop" if work.tokens and work.tokens[-1] in request.settings.stop_ids else "length"
+        if reason == "error":
+            self._groups[work.group].distrust(work)
+        elif lane or reason:
+            self._groups[work.group].keep(work)
         if reason:
             self._end(work)
         if reason or seen.tokens or seen.extra is not None:
@@ -227,6 +249,7 @@ class Scheduler:
         return any(self._groups[work.group] is group and not work.ended for work in works)
 
     def _preempt(self, group: Group, work: Work) -> None:
+        group.keep(work)
         self._vacate(work)
         group.release(work)
         work.recompute()
@@ -245,16 +268,36 @@ class Scheduler:
             if any(other.overtaken >= self._overtakes for other in blocked):
                 break
             tokens = self._first_pages(work)
-            ranks = [rank for group in self._groups if (rank := group.rank(tokens))]
-            if not ranks:
+            room = self._room(work, tokens)
+            if room is None:
                 blocked.append(work)
                 continue
             for other in blocked:
                 other.overtaken += 1
             self._queue.remove(work)
-            *_, index = min(ranks)
-            admissions.append(self._groups[index].admit(work, tokens))
+            admission = room.group.admit(work, tokens, room.hit)
+            admissions.append(admission)
+            self.prompt_tokens += admission.prompt
+            self.reused_tokens += admission.cached
         return admissions
+
+    def _room(self, work: Work, tokens: int) -> Room | None:
+        """Where to admit a request now, if anywhere."""
+        flying: dict[int, list[Work]] = {}
+        for other in (work for flight in self._flights for work in flight.lanes.values() if not work.ended):
+            flying.setdefault(other.group, []).append(other)
+        found = [group.room(work, tokens, flying.get(group.index, ())) for group in self._groups]
+        rooms = [room for room in found if room is not None]
+        at_once = [room for room in rooms if not room.lane_in]
+        freest = max(at_once, key=lambda room: room.freest, default=None)
+        best = max(rooms, key=lambda room: (max(len(room.hit), room.coming), room.freest), default=None)
+        if best is None or not (best.hit or best.coming):
+            return freest
+        if freest is not None and freest.pages > MUCH_FREER * best.pages:
+            return freest
+        if best.coming or 0 < best.lane_in <= len(best.hit) * self.shape.page_tokens:
+            return None
+        return freest if best.lane_in else best
 
     def _first_pages(self, work: Work) -> int:
         """Tokens that need pages before a request is admitted."""
@@ -269,15 +312,15 @@ class Scheduler:
             work.prefilled += len(tokens)
             work.flying_first = int(work.ready and work.request.limit > 0)
             lanes.append(Lane(work.slot, start, tokens, work.ready))
-            (flight.ready if work.ready else flight.prefilling)[work.slot] = work
+            flight.lanes[work.slot], flight.ends[work.slot] = work, work.prefilled
         return lanes
 
-    def _rounds(self, runners: list[Work], chunk: bool) -> int:
+    def _rounds(self, runners: list[Work], chunk: bool, most: int | None) -> int:
         """Rounds of this plan, with pages for all of them."""
-        choices = self.shape.rounds
+        choices = [choice for choice in self.shape.rounds if most is None or choice <= most]
         if not runners:
             return 0
-        if chunk or self._queue or not all(work.rounds for work in runners):
+        if chunk or self._queue:
             return choices[0]
         wanted = max(work.request.limit - work.least for work in runners)
         enough = next((choice for choice in choices if choice >= wanted), choices[-1])

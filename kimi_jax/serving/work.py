@@ -21,12 +21,14 @@ class Work:
     pages: list[int] = dataclasses.field(default_factory=list)
     prefilled: int = 0
     """Tokens of `ids` that were planned."""
+    committed: int = 0
+    """Tokens of `ids` that are known to be in the pages: what was found there, and chunks that were read."""
+    kept: int = 0
+    """Pages at the beginning that others may share."""
     flying_first: int = 0
     """1 while the dispatch that draws the first token is in flight."""
     flying_rounds: int = 0
     """Rounds in flight."""
-    rounds: int = 0
-    """Rounds planned since the slot was admitted."""
     preemptions: int = 0
     overtaken: int = 0
     """Later requests that were admitted while this one waited."""
@@ -55,6 +57,23 @@ class Work:
         """Whether what was planned is sure to end it."""
         return self.ready and self.least >= self.request.limit
 
+    @property
+    def reusable(self) -> int:
+        """Tokens of `ids` that may come from kept pages."""
+        request, most = self.request, len(self.ids) - 1
+        if self.preemptions:  # what was wanted of the prompt has been told
+            return most
+        asked = 0 if request.settings.prompt_logprobs is not None else most
+        return min(most, asked if request.reusable is None else request.reusable)
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """Tokens that are known to be in the pages: what was committed, then the answer but for its last token."""
+        if self.committed < len(self.ids):
+            return self.ids[: self.committed]
+        whole = (*self.request.ids, *self.tokens)
+        return whole[: max(self.committed, len(whole) - 1)]
+
     def needed(self, rounds: int, depth: int) -> int:
         """Tokens that need pages when so many rounds follow what is in flight."""
         most = len(self.tokens) + self.flying_first + (self.flying_rounds + rounds) * (depth + 1)
@@ -62,7 +81,7 @@ class Work:
 
     def admit(self, slot: int, group: int) -> Admission:
         """Takes a slot."""
-        self.slot, self.group, self.prefilled, self.rounds = slot, group, 0, 0
+        self.slot, self.group, self.prefilled = slot, group, 0
         emitted = len(self.tokens)
         request = self.request
         return Admission(slot, request.id, len(self.ids), request.limit - emitted, emitted, request.settings)
@@ -70,5 +89,5 @@ class Work:
     def recompute(self) -> None:
         """Goes back to the queue with what it has: the next slot starts with a longer prompt and a shorter limit."""
         self.ids = (*self.request.ids, *self.tokens)
-        self.slot, self.prefilled = None, 0
+        self.slot, self.prefilled, self.committed = None, 0, 0
         self.preemptions += 1

@@ -62,6 +62,7 @@ class Device:
         self.table = shape.table()
         self.slots: dict[int, Slot] = {}
         self.number = -1
+        self.sharing = False
         self.slot_rounds = self.used = self.rounds = 0
         self.rounds_of: dict[str, int] = {}
         """Rounds that each request took part in."""
@@ -74,7 +75,9 @@ class Device:
         update_table(self.table, plan, shape.no_page)
         self._check(plan)
         for admission in plan.admissions:
-            self.slots[admission.slot] = Slot(admission)
+            self.slots[admission.slot] = Slot(admission, length=admission.cached)
+            assert admission.cached % shape.page_tokens == 0
+            assert admission.cached < admission.prompt
         running = [s for s in plan.active if self.slots[s].ready and not self.slots[s].finished]
         tokens: dict[int, list[int]] = {slot: [] for slot in range(shape.slots)}
         failed = dict.fromkeys(range(shape.slots), -1)
@@ -110,8 +113,8 @@ class Device:
     def _round(self, index: int, tokens: dict[int, list[int]], failed: dict[int, int]) -> None:
         slot, shape = self.slots[index], self.shape
         total = slot.admission.prompt + slot.admission.limit
-        for position in range(min(slot.length + shape.depth + 1, total)):
-            assert self.table[index, position // shape.page_tokens] < shape.pages, "a position without a page"
+        needed = shape.pages_for(min(slot.length + shape.depth + 1, total))
+        assert (self.table[index, :needed] < shape.pages).all(), "a position without a page"
         drawn: list[int] = []
         for _ in range(1 + accepted(slot.admission.settings, slot.length, shape.depth)):
             self._write(index, slot.length, [slot.anchor])
@@ -139,6 +142,8 @@ class Device:
             tile, offset = divmod(position, self.shape.page_tokens)
             page = self.table[index, tile] if tile < self.shape.tiles else self.shape.no_page
             if page < self.shape.pages:
+                rows = self.table[group * self.shape.slots_per_group : (group + 1) * self.shape.slots_per_group]
+                assert (rows == page).sum() == 1, "a page that others read is written"
                 self.memory[group, page, offset] = token
 
     def _next(self, index: int, more: int = 0) -> int:
@@ -167,10 +172,12 @@ class Device:
         self.check_pages()
 
     def check_pages(self) -> None:
-        """No page of a group is in two rows of the table, or twice in one."""
+        """No page of a group is in two rows of the table, unless they are shared, or twice in one."""
+        for row in self.table:
+            assert len(set(row[row < self.shape.pages].tolist())) == (row < self.shape.pages).sum()
         for group in np.split(self.table, self.shape.groups):
             pages = group[group < self.shape.pages]
-            assert len(set(pages.tolist())) == len(pages)
+            assert self.sharing or len(set(pages.tolist())) == len(pages)
 
 
 @dataclasses.dataclass
@@ -188,6 +195,7 @@ class Host:
     def __init__(self, shape: Shape, device: Device | None = None, **options: int):
         self.scheduler = Scheduler(shape, **options)
         self.device = device or Device(shape)
+        self.device.sharing = bool(options.get("prefix_cache"))
         self.outcomes: dict[str, Outcome] = {}
         self.plans: list[Plan] = []
         self._flying: list[tuple[int, dict[int, Seen]]] = []

@@ -32,20 +32,39 @@ def test_a_request_alone(ahead):
         (8, 8, False),
         (16, 3, True),
     ]
-    assert [plan.rounds for plan in host.plans[:4]] == [0, 0, 0, 1]
-    assert all(plan.rounds > 1 for plan in host.plans[4:6])
+    assert [plan.rounds for plan in host.plans[:4]] == [0, 0, 0, 8]
     host.check_empty()
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize(("limit", "rounds"), [(13, [0, 1, 8, 8]), (12, [0, 1, 8, 2]), (11, [0, 1, 8, 1]), (1, [0])])
+@pytest.mark.parametrize(("limit", "rounds"), [(13, [0, 8, 8]), (11, [0, 8, 2]), (10, [0, 8, 1]), (1, [0])])
 def test_no_more_rounds_than_the_limit_needs(ahead, limit, rounds):
-    """The first token comes with the prompt, one from a round of its own, so that the text starts, then eight."""
+    """The first token comes with the prompt; of the last rounds none is missed or run twice."""
     host = Host(shape(ahead=ahead, depth=0))
     host.submit(request("a", 3, limit))
     host.finish()
     assert [plan.rounds for plan in host.plans] == rounds
     assert host.device.used == limit - 1
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_prompts_of_every_length(ahead, depth):
+    """Each ends elsewhere in a page and in a chunk, with rounds planned before its last chunks were read."""
+    for length in range(1, 21):
+        host = Host(shape(ahead=ahead, depth=depth))
+        host.submit(one := request("a", length, 21))
+        host.finish()
+        assert host.outcomes["a"].text == alone(one)
+
+
+def test_fewer_rounds_where_the_caller_wants_fewer():
+    scheduler = Scheduler(shape(depth=0))
+    scheduler.submit(request("a", 3, 100))
+    assert [plan.rounds for most in (8, 3, 1) if (plan := scheduler.plan(most))] == [0, 2]
+    scheduler.observe(0, {0: Seen((1,))})
+    assert (plan := scheduler.plan(1))
+    assert plan.rounds == 1
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -289,13 +308,14 @@ def test_what_else_was_read_comes_with_the_event():
         shape(groups=3, slots_per_group=3, pages=16, tiles=16, page_tokens=8, lanes=3, depth=6, admissions=2),
     ],
 )
-def test_a_thousand_requests_leave_nothing_behind(sizes, ahead):
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_thousands_of_requests_leave_nothing_behind(sizes, ahead, prefix_cache):
     drawn = random.Random(ahead)
     sizes = dataclasses.replace(sizes, ahead=ahead)
     capacity = sizes.capacity
     some = list(
         requests(
-            500,
+            150,
             ahead,
             prompt=lambda r: min(int(r.lognormvariate(2.5, 1)) + 1, capacity),
             limit=lambda r: min(int(r.lognormvariate(2.5, 1)), capacity),
@@ -308,26 +328,38 @@ def test_a_thousand_requests_leave_nothing_behind(sizes, ahead):
         else one
         for one in some
     ]
-    failing = {one.id: drawn.randrange(len(one.ids) + one.limit) for one in some if drawn.random() < 0.05}
-    host = Host(sizes, Device(sizes, lambda id, position: failing.get(id) == position))
+    beginnings = [tuple(drawn.randrange(VOCABULARY) for _ in range(50)) for _ in range(4)]
+    if prefix_cache:
+        some = [
+            dataclasses.replace(
+                one, ids=(*drawn.choice(beginnings), *one.ids)[: len(one.ids)], salt=drawn.choice("aab")
+            )
+            for one in some
+        ]
+    failing = {one.id: drawn.randrange(len(one.ids) + one.limit) for one in some if drawn.random() < 0.12}
+    fails = Device(sizes, lambda id, position: failing.get(id) == position)
+    host = Host(sizes, fails, prefix_cache=prefix_cache)
     arriving, rate = list(some)[::-1], 0.5
     while arriving or not host.scheduler.idle:
         rate = drawn.choice((0.1, 0.5, 0.9)) if drawn.random() < 0.01 else rate
         while arriving and drawn.random() < rate:
             host.submit(arriving.pop())
-        if drawn.random() < 0.05 and host.outcomes:
+        if drawn.random() < 0.08 and host.outcomes:
             host.cancel(drawn.choice(list(host.outcomes)))
         host.step()
     host.check_empty()
     reasons = [outcome.reason for outcome in host.outcomes.values()]
-    assert all(reasons.count(reason) > 5 for reason in ("stop", "length", "error", "cancelled"))
-    assert host.scheduler.preemptions > 5
+    assert all(reasons.count(reason) for reason in ("stop", "length", "error", "cancelled"))
+    assert host.scheduler.preemptions
+    assert (host.scheduler.reused_tokens > 0.1 * host.scheduler.prompt_tokens) == prefix_cache
     for one in some:
         outcome, whole = host.outcomes[one.id], alone(one)
         assert outcome.text == whole[: len(outcome.text)]
         if outcome.reason == "error":
             assert outcome.failed == failing[one.id]
-            assert outcome.text == whole[: max(outcome.failed - len(one.ids), 0)]
+            # What was found in pages did not fail, but may when it is computed again after a preemption.
+            told = max(outcome.failed - len(one.ids), 0)
+            assert len(outcome.text) == told or (prefix_cache and not told)
         elif outcome.reason != "cancelled":
             assert outcome.text == whole
             stopped = whole and whole[-1] in one.settings.stop_ids
@@ -340,7 +372,7 @@ def test_slots_are_used_while_requests_wait(ahead):
     sizes = Shape(1, 8, 1000, 8, 200, lanes=1, chunk=64, depth=3, ahead=ahead)
     some = list(
         requests(
-            200, 7, prompt=lambda r: r.randint(4, 40), limit=lambda r: max(1, min(int(r.lognormvariate(5, 0.8)), 1500))
+            200, 7, prompt=lambda r: r.randint(4, 40), limit=lambda r: max(1, min(int(r.lognormvariate(4.3, 0.8)), 800))
         )
     )
     host = Host(sizes)
