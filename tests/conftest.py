@@ -5,11 +5,25 @@ import os
 # Before any test module touches JAX: the plugin registers without a driver, and the platform is the CPU.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+# The interpreter runs every simulated warp and warpgroup on a thread of XLA's pool and blocks it on barriers: with as
+# many threads as a small machine has cores it starves.
+os.environ.setdefault("NPROC", "16")
+# Up to 72 simulated devices block one each besides, while the rank before them is in the interpreter.
+os.environ.setdefault("PJRT_NPROC", "160")
+# Simulated ranks take turns in the interpreter (test_in_model.py); the first may wait long for the last at a sum, where
+# XLA would end the process after 40 seconds.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_cpu_collective_call_warn_stuck_timeout_seconds=1200"
+    + " --xla_cpu_collective_call_terminate_timeout_seconds=1800"
+)
 
 import atexit
 import dataclasses
 import functools
+import io
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -20,7 +34,7 @@ import pytest
 from jax.sharding import NamedSharding
 from safetensors.numpy import load_file
 
-from kimi_jax import compilation_cache
+from kimi_jax import commands, compilation_cache
 from kimi_jax.decoding.engine import Engine, open_checkpoint
 from kimi_jax.model.cache import empty_cache
 from kimi_jax.model.transformer import Output, Rows
@@ -32,6 +46,9 @@ from meshes.presets import preset
 
 jax.config.update("jax_num_cpu_devices", 72)
 assert len(jax.devices()) == 72  # started now: a test that opens a smaller machine would start fewer for all
+# Most of a test's time is compiling, and what is compiled computes little. Commands in processes of their own compile
+# as a user's do.
+jax.config.update("jax_disable_most_optimizations", True)
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # a run's processes and commands share what they compile, in a folder
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="kimi_jax_tests_")  # that goes with the run
@@ -119,3 +136,37 @@ def run_forward(engine: Engine, rows: Rows, cache=None, *, taps=(), expanded=Non
 @pytest.fixture(scope="session")
 def forward():
     return run_forward
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a command ended, and what it had printed."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """Runs a command of `kimi-jax` with arguments from the project's folder, in this process: it need not import jax
+    and start devices for each test."""
+
+    def run(name: str, *arguments: object, stdin: str = "", expect: int = 0) -> Ended:
+        monkeypatch.chdir(TESTS.parent)
+        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        cached, status = jax.config.jax_enable_compilation_cache, 0
+        capsys.readouterr()
+        try:
+            commands.run(name, [str(argument) for argument in arguments])
+        except SystemExit as end:
+            status = end.code or 0
+        finally:
+            jax.config.update("jax_enable_compilation_cache", cached)  # --no-cache is this command's alone
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        assert status == expect, err
+        return Ended(status, out, err)
+
+    return run

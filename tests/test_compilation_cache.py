@@ -53,6 +53,7 @@ def test_a_second_start_compiles_nothing_and_says_the_same(tmp_path):
     assert programs(tmp_path) == kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("without", [("--no-cache",), ("--xla-dump", "DUMP")])
 def test_the_cache_is_left_alone(without, tmp_path):
     decode(tmp_path / "caches", *(str(tmp_path / "dump") if word == "DUMP" else word for word in without))

@@ -41,7 +41,7 @@ from kimi_jax.estimator.study import document, original
 from kimi_jax.estimator.study import tables as study_tables
 from kimi_jax.ledger.models import k26, kimi_drafter
 from kimi_jax.tables import show
-from kimi_jax.text_files import write_text
+from kimi_jax.text_files import require_writable, write_text
 from meshes import gpu
 from meshes.devices import use_cpu_if_no_gpu
 
@@ -303,6 +303,7 @@ class DocsOptions:
 
 def run_docs(options: DocsOptions) -> None:
     """Write docs/cluster_scaling.md anew from the model."""
+    require_writable(options.output)
     write_text(options.output, document.cluster_scaling())
     Console(stderr=True).print(f"{options.output} written", style="dim", highlight=False)
 

@@ -19,13 +19,13 @@ from kimi_jax.ddtree.tree import DraftTree
 class Acceptance:
     """One request's accepted path (vmap for more); `steps` is the tree's `max_depth` + 1."""
 
-    path: Int[Array, " steps"]
+    path: Int[Array, "*batch steps"]
     """Accepted rows, the root first, rising; 0 past `length`. Their latents and taps are the ones to keep."""
-    length: Int[Array, ""]
+    length: Int[Array, "*batch"]
     """Rows on the path, the root included: the acceptance length, which is the number of new tokens."""
-    tokens: Int[Array, " steps"]
+    tokens: Int[Array, "*batch steps"]
     """New tokens: those of the path after the root, then the bonus token; -1 past `length`."""
-    bonus: Int[Array, ""]
+    bonus: Int[Array, "*batch"]
     """The target's token after the path: the last of the new tokens and the root of the next round."""
 
 
@@ -34,10 +34,10 @@ class Acceptance:
 class Emission:
     """What one round adds to one request's text."""
 
-    tokens: Int[Array, " steps"]
+    tokens: Int[Array, "*batch steps"]
     """The first `count` count, whatever their values; -1 after them."""
-    count: Int[Array, ""]
-    finished: Bool[Array, ""]
+    count: Int[Array, "*batch"]
+    finished: Bool[Array, "*batch"]
 
 
 def walk(tree: DraftTree, next_tokens: Int[Array, " rows"]) -> Acceptance:

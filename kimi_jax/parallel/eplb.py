@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Real
 
 from kimi_jax.parallel.placement import Placement
 from kimi_jax.text_files import TextError, read_json, write_text
@@ -24,7 +24,7 @@ FORMAT = "expert placements 1"
 
 
 def pack_evenly(
-    weights: Float[np.ndarray, " items"], packs: int, kinds: Int[np.ndarray, " items"] | None = None
+    weights: Real[np.ndarray, " items"], packs: int, kinds: Int[np.ndarray, " items"] | None = None
 ) -> Int[np.ndarray, "packs items_per_pack"]:
     """Items by pack, as many in each, their sums as even as a greedy choice makes them.
 
@@ -64,7 +64,7 @@ def pack_evenly(
 
 
 def replicate(
-    loads: Float[np.ndarray, " experts"], num_replicas: int, most: int | None = None
+    loads: Real[np.ndarray, " experts"], num_replicas: int, most: int | None = None
 ) -> Int[np.ndarray, " replicas"]:
     """The expert of each replica: every expert once, then again and again the one with the highest load a replica.
 
@@ -81,7 +81,7 @@ def replicate(
 
 
 def rebalance(
-    loads: Float[np.ndarray, " experts"], num_slots: int, ranks: int, groups: int = 1, nodes: int = 1
+    loads: Real[np.ndarray, " experts"], num_slots: int, ranks: int, groups: int = 1, nodes: int = 1
 ) -> Int[np.ndarray, " slots"]:
     """The expert in each slot of one layer; slots of a rank are contiguous, ranks of a node too.
 
@@ -123,11 +123,7 @@ def rebalance(
 
 
 def balanced_placements(
-    loads: Float[np.ndarray, "layers experts"],
-    ranks: int,
-    num_slots: int | None = None,
-    groups: int = 1,
-    nodes: int = 1,
+    loads: Real[np.ndarray, "layers experts"], ranks: int, num_slots: int | None = None, groups: int = 1, nodes: int = 1
 ) -> list[Placement]:
     """One placement a layer from its own loads; by default as many slots as fit evenly, all of them in use.
 
@@ -143,7 +139,7 @@ def balanced_placements(
     ]
 
 
-def rank_loads(placement: Placement, loads: Float[np.ndarray, " experts"], ranks: int) -> Float[np.ndarray, " ranks"]:
+def rank_loads(placement: Placement, loads: Real[np.ndarray, " experts"], ranks: int) -> Float[np.ndarray, " ranks"]:
     """Load of each rank when an expert's rows are shared evenly by its replicas."""
     held = np.array(placement.slot_experts)
     counts = np.bincount(held[held >= 0], minlength=placement.num_experts)
@@ -151,7 +147,7 @@ def rank_loads(placement: Placement, loads: Float[np.ndarray, " experts"], ranks
     return np.where(held >= 0, share[held], 0.0).reshape(ranks, -1).sum(1)
 
 
-def imbalance(placement: Placement, loads: Float[np.ndarray, " experts"], ranks: int) -> float:
+def imbalance(placement: Placement, loads: Real[np.ndarray, " experts"], ranks: int) -> float:
     """Load of the fullest rank over the mean; 1 is perfect."""
     by_rank = rank_loads(placement, loads, ranks)
     return float(by_rank.max() / by_rank.mean())

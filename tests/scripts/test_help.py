@@ -24,7 +24,7 @@ def help_of(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     name, *rest = command
     with pytest.raises(SystemExit) as ended:
-        run(name, [*rest, "--help"])
+        run(name, [*rest, "--help"], f"kimi-jax {name}")
     assert not ended.value.code
     return capsys.readouterr().out
 

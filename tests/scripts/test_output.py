@@ -12,7 +12,7 @@ from kimi_jax.commands import COMMANDS
 from kimi_jax.commands.errors import message_of
 
 ROOT = Path(__file__).parents[2]
-SOME = ("decode", "estimate")
+slow = pytest.mark.slow
 
 
 def run(command, *arguments, stdout=subprocess.PIPE):
@@ -30,7 +30,7 @@ def closed_pipe():
     return writing
 
 
-@pytest.mark.parametrize("command", [c if c in SOME else pytest.param(c, marks=pytest.mark.slow) for c in COMMANDS])
+@pytest.mark.parametrize("command", [c if c == "decode" else pytest.param(c, marks=slow) for c in COMMANDS])
 def test_help_into_a_closed_pipe_ends_quietly(command):
     result = run(command, "--help", stdout=closed_pipe())
     assert (result.returncode, result.stderr) == (141, "")
@@ -38,8 +38,8 @@ def test_help_into_a_closed_pipe_ends_quietly(command):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("estimate", "point", "--json"), pytest.param(("doctor", "--json"), marks=pytest.mark.slow),
-     pytest.param(("estimate", "recommend"), marks=pytest.mark.slow)],
+    [("estimate", "point", "--json"), pytest.param(("doctor", "--json"), marks=slow),
+     pytest.param(("estimate", "recommend"), marks=slow)],
 )  # fmt: skip
 def test_results_into_a_closed_pipe_end_quietly(arguments):
     result = run(*arguments, stdout=closed_pipe())
@@ -47,7 +47,7 @@ def test_results_into_a_closed_pipe_end_quietly(arguments):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-@pytest.mark.parametrize("arguments", [("train", "--help"), ("estimate", "point", "--json")])
+@pytest.mark.parametrize("arguments", [pytest.param(("train", "--help"), marks=slow), ("estimate", "point", "--json")])
 def test_output_that_is_lost_is_an_error(arguments):
     with open("/dev/full", "w") as full:
         result = run(*arguments, stdout=full)
@@ -61,17 +61,14 @@ def test_output_that_is_lost_is_an_error(arguments):
     ("arguments", "message"),
     [
         (("decode", "--file", "tests"), "tests: this is a folder; name a file"),
-        pytest.param(("decode", "--file", "a\x1b[2J:smile:"), "a\x1b[2J:smile:: there is no such file or folder",
-                     marks=pytest.mark.slow),
-        pytest.param(("estimate", "docs", "--output", "gone/x"), "gone: there is no such file or folder",
-                     marks=pytest.mark.slow),
+        (("decode", "--file", "a\x1b[2J:smile:"), "a\x1b[2J:smile:: there is no such file or folder"),
+        (("estimate", "docs", "--output", "gone/x"), "gone: there is no such file or folder"),
     ],
 )  # fmt: skip
-def test_files_that_cannot_be_used_are_named_in_one_line(arguments, message):
-    result = run(*arguments)
-    assert result.returncode == 1
-    assert result.stderr.startswith(f"error: {message}")
-    assert result.stderr.count("\n") == 1
+def test_files_that_cannot_be_used_are_named_in_one_line(command, arguments, message):
+    error = command(*arguments, expect=1).err
+    assert error.replace(f"{ROOT}/", "").startswith(f"error: {message}")
+    assert error.count("\n") == 1
 
 
 def test_errors_of_the_system_say_the_file_and_what_to_do():
