@@ -84,14 +84,22 @@ def shown(value: Any) -> str:
 
 
 def as_object(value: object, name: str) -> Mapping[str, Any]:
-    """A value of a configuration that must be a JSON object. Raises ConfigError naming it."""
+    """A value of a configuration that must be a JSON object.
+
+    Raises:
+      ConfigError: naming it.
+    """
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} is {shown(value)}; expected a JSON object")
     return cast("Mapping[str, Any]", value)
 
 
 def token_ids(fields: Fields, name: str, vocab_size: int) -> set[int]:
-    """The ids of a field that holds one, a list of them, or nothing. Raises ConfigError outside the vocabulary."""
+    """The ids of a field that holds one, a list of them, or nothing.
+
+    Raises:
+      ConfigError: outside the vocabulary.
+    """
     value = fields.values.get(name)
     ids = cast("list[Any]", value if isinstance(value, list) else [] if value is None else [value])
     if not all(type(each) is int and 0 <= each < vocab_size for each in ids):

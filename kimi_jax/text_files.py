@@ -51,7 +51,11 @@ def decode(data: bytes, name: str | Path) -> str:
 
 
 def require_utf8(text: str, name: str) -> str:
-    """The text. Raises TextError where it holds a lone surrogate, as an argument that is not UTF-8 does."""
+    """The text.
+
+    Raises:
+      TextError: where it holds a lone surrogate, as an argument that is not UTF-8 does.
+    """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -63,12 +67,20 @@ def require_utf8(text: str, name: str) -> str:
 
 
 def read_text(path: str | Path) -> str:
-    """A file's text. Raises TextError, and OSError naming the file."""
+    """A file's text.
+
+    Raises:
+      TextError: and OSError naming the file.
+    """
     return decode(Path(path).read_bytes(), path)
 
 
 def read_json(path: str | Path) -> Any:
-    """A JSON file's value. Raises TextError where it is none, and OSError, naming the file."""
+    """A JSON file's value.
+
+    Raises:
+      TextError: where it is none, and OSError, naming the file.
+    """
     try:
         return json.loads(read_text(path))
     except (json.JSONDecodeError, RecursionError) as error:
@@ -167,6 +179,10 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a UTF-8 file that is whole or not there. Raises OSError naming it."""
+    """Writes a UTF-8 file that is whole or not there.
+
+    Raises:
+      OSError: naming it.
+    """
     with whole_file(path) as stream:
         stream.write(text.encode("utf-8"))

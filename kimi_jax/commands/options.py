@@ -86,7 +86,11 @@ class LayoutOptions:
     cache: Cache = None
 
     def preset(self, default: str = "local") -> Preset:
-        """The machine, by default the one named, with the options applied. Raises LayoutError naming what works."""
+        """The machine, by default the one named, with the options applied.
+
+        Raises:
+          LayoutError: naming what works.
+        """
         if self.exchange is not None:
             from kimi_jax.parallel.exchange import backend  # imports jax
 
@@ -158,7 +162,11 @@ class SpeculationOptions(DrafterOptions):
     """Verify the best prefixes over all prompts of a device group instead of the same number for each."""
 
     def used_drafter(self, console: Console) -> Path | None:
-        """The drafter that is loaded. Raises ValueError where speculation is asked for and there is none."""
+        """The drafter that is loaded.
+
+        Raises:
+          ValueError: where speculation is asked for and there is none.
+        """
         if self.speculation == "none":
             return None
         if self.speculation is None:

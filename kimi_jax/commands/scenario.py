@@ -106,7 +106,11 @@ class Load:
         )
 
     def model(self) -> ModelConfig:
-        """The model that is estimated. Raises ConfigError for a configuration that is none of the family's."""
+        """The model that is estimated.
+
+        Raises:
+          ConfigError: for a configuration that is none of the family's.
+        """
         return k26() if self.checkpoint is None else ModelConfig.from_json(self.checkpoint)
 
     def drafter_for(self, model: ModelConfig) -> DrafterConfig:

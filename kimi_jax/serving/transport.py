@@ -170,7 +170,11 @@ def connect(
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
-    """So many bytes. Raises ConnectionResetError where the connection ends before."""
+    """So many bytes.
+
+    Raises:
+      ConnectionResetError: where the connection ends before.
+    """
     data = bytearray()
     while len(data) < count:
         piece = connection.recv(min(count - len(data), 1 << 20))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, BFloat16, Float, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.int4_moe.routing import combine, gather_rows, group_pairs, varying_over
 
@@ -35,7 +35,7 @@ class PackedWeight(Protocol):
         ...
 
     @property
-    def scale(self) -> BFloat16[Array, "slots out groups"]:
+    def scale(self) -> Float[Array, "slots out groups"]:
         """One for each group of 32 input values."""
         ...
 
@@ -44,11 +44,11 @@ class Stack(NamedTuple):
     """The simplest `PackedWeight`."""
 
     packed: Int[Array, "slots out in_words"]
-    scale: BFloat16[Array, "slots out groups"]
+    scale: Float[Array, "slots out groups"]
 
 
 def dequantize(
-    packed: Int[Array, "*batch out in_words"], scale: BFloat16[Array, "*batch out groups"]
+    packed: Int[Array, "*batch out in_words"], scale: Float[Array, "*batch out groups"]
 ) -> Float[Array, "*batch out in"]:
     """Float32 weights from the checkpoint's format.
 
@@ -115,14 +115,14 @@ def _dense(x, expert_ids, expert_weights, gate, up, down):
 
 
 def unpack_outputs(
-    packed: Int[Array, "slots width hidden_words"], scale: BFloat16[Array, "slots width hidden_groups"]
+    packed: Int[Array, "slots width hidden_words"], scale: Float[Array, "slots width hidden_groups"]
 ) -> Float[Array, "hidden slots_width"]:
     """Gate or up projections of all slots side by side in float32, as one product takes them."""
     return _unpack_transposed(packed.reshape(-1, packed.shape[-1]), scale.reshape(-1, scale.shape[-1]))
 
 
 def unpack_inputs(
-    packed: Int[Array, "slots hidden width_words"], scale: BFloat16[Array, "slots hidden width_groups"]
+    packed: Int[Array, "slots hidden width_words"], scale: Float[Array, "slots hidden width_groups"]
 ) -> Float[Array, "slots_width hidden"]:
     """Down projections of all slots below one another in float32: one product also sums over the slots."""
     return _unpack_transposed(packed, scale).reshape(-1, packed.shape[1])

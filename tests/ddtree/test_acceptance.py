@@ -67,7 +67,7 @@ def test_random_walks():
 def test_padding_is_never_accepted():
     """Padding's token is 0: a target that says 0 everywhere must not walk into it."""
     tree = truncate(build(jax.nn.log_softmax(jnp.arange(12.0).reshape(3, 4)), 8), 0)
-    got = walk(tree, jnp.zeros(9, jnp.int32))
+    got = jax.jit(walk)(tree, jnp.zeros(9, jnp.int32))
     assert int(got.length) == 1
     assert got.tokens.tolist() == [0, -1, -1, -1]
 

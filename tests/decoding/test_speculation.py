@@ -73,13 +73,14 @@ def plain(engines, prompts):
     return texts(engines(), prompts, Limits(max_new_tokens=20))
 
 
-@pytest.mark.parametrize("budget", [0, 1, 2, 7, 16, 32, 64])
+@pytest.mark.parametrize("budget", [0, 16, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 7, 32, 64))])
 def test_greedy_text_is_the_same_for_every_budget(budget, engines, prompts, plain):
     assert texts(engines(), prompts, Limits(max_new_tokens=20), Draft("ddtree", budget)) == plain
 
 
 @pytest.mark.parametrize("draft", [
-    Draft("chain"), Draft("chain", 3), Draft("ddtree", 8, keep_chain=True), Draft("ddtree", 8, shared=True),
+    Draft("chain", 3), Draft("ddtree", 8, keep_chain=True, shared=True), *(pytest.param(draft, marks=pytest.mark.slow)
+    for draft in (Draft("chain"), Draft("ddtree", 8, keep_chain=True), Draft("ddtree", 8, shared=True))),
 ], ids=str)  # fmt: skip
 def test_greedy_text_is_the_same_for_every_kind(draft, engines, prompts, plain):
     assert texts(engines(), prompts, Limits(max_new_tokens=20), draft) == plain
@@ -117,7 +118,7 @@ def test_an_automatic_budget_measures_the_machine_it_runs_on(engines, prompts, p
     assert 10 < times[1] < 1e7
 
 
-@pytest.mark.parametrize("mesh", ["hgx-ib-16", "nvl72"])
+@pytest.mark.parametrize("mesh", [pytest.param("hgx-ib-16", marks=pytest.mark.slow), "nvl72"])
 def test_greedy_text_is_the_same_on_every_mesh(mesh, engines, prompts, plain):
     limits = Limits(max_new_tokens=10)
     drafted = texts(engines(mesh), prompts, limits, Draft("ddtree", 16))
@@ -208,8 +209,11 @@ def test_acceptance_length_counts_no_token_behind_the_limit(limit, engines, prom
     assert report.as_dict()["rounds"] == (limit > 1)
 
 
-@pytest.mark.parametrize("mesh", ["local", "hgx-ib-16"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("mesh", "temperature"),
+    [("local", 1.0), *(pytest.param(*case, marks=pytest.mark.slow) for case in
+     (("local", 0.0), ("hgx-ib-16", 0.0), ("hgx-ib-16", 1.0)))],
+)  # fmt: skip
 def test_ids_beyond_the_tokenizer_are_neither_drawn_nor_drafted(mesh, temperature, engines, prompts):
     """Padding rows of the head: the text is what a head without them gives, on every mesh, drafted or not."""
     engine, sampling, limits = engines(mesh), Sampling(temperature), Limits(max_new_tokens=12)
@@ -241,7 +245,7 @@ def test_a_mask_id_that_the_target_really_emits_is_kept(engines, prompts):
     assert texts(masked, prompts[:1], limits, Draft("ddtree", 8)) == [answer]
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+@pytest.mark.parametrize("temperature", [pytest.param(t, marks=pytest.mark.slow) for t in (0.7, 1.0)] + [1.5])
 def test_sampled_text_has_the_targets_law(temperature, engines, forward):
     """Chi-square over the joint of the first three tokens, of 2,000 runs with drafts that are often accepted."""
     engine, runs = engines(), 2000

@@ -131,6 +131,7 @@ def run_until_killed(mesh: jax.sharding.Mesh) -> None:
 
 
 def main(index: int, port: int, folder: Path) -> None:
+    jax.config.update("jax_disable_most_optimizations", True)
     several = ProcessOptions(f"localhost:{port}", 2, index, init_timeout=100, heartbeat_timeout=10)
     status = Console(stderr=True)
     with errors_in_one_line(status):

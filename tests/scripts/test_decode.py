@@ -22,7 +22,7 @@ def decode(command):
 
 def test_json_output_and_nothing_else():
     """Also that decode.py starts from nothing, where the environment speaks neither of JAX nor of XLA."""
-    arguments = ("Hello", "Sort 3 1 2", "--max-new-tokens", "6", "--json", *RANDOM)
+    arguments = ("Hello", "Sort 3 1 2", "--max-new-tokens", "6", "--budget", "4", "--json", *RANDOM)
     result = subprocess.run(
         [sys.executable, "scripts/decode.py", *arguments], cwd=ROOT, capture_output=True, text=True,
         env={key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))},
@@ -42,11 +42,16 @@ def test_json_output_and_nothing_else():
     assert "local" in summary["ran"]
 
 
-def test_the_readmes_command_tells_a_story_on_72_devices_and_plain_decoding_the_same(decode):
-    drafted = decode("--mesh", "nvl72", STORY)
+@pytest.mark.parametrize(
+    ("mesh", "layout"),
+    [("hgx-ib-8", "dp 1 × ep 1 × tp 8, simulated on 8 CPU devices"),
+     pytest.param("nvl72", "dp 1 × ep 9 × tp 8, simulated on 72 CPU devices", marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_the_readmes_command_tells_a_story_and_plain_decoding_the_same(decode, mesh, layout):
+    drafted = decode("--mesh", mesh, STORY)
     assert drafted.out.startswith("Once there was a fox named Mila. Mila lived near a forest.")
     lines = drafted.err.splitlines()
-    assert lines[0] == "nvl72: dp 1 × ep 9 × tp 8, simulated on 72 CPU devices"
+    assert lines[0] == f"{mesh}: {layout}"
     assert re.fullmatch(
         r"32 tokens in [\d.]+ s: [\d.]+ s to start, then [\d.]+ tokens/s, [\d.]+ tokens a round", lines[1]
     ), "one plain line, which ends what is printed"

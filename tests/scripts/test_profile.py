@@ -38,6 +38,7 @@ def checkpoint(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_json_and_dump(checkpoint, tmp_path):
     dump = tmp_path / "dump"
     done = profile(
