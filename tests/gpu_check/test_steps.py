@@ -128,8 +128,9 @@ def test_random_weights_keep_activations_near_one():
     assert (np.asarray(_random((7,), jnp.dtype(jnp.float32), key)) == 1).all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("card", ["h200", "gb300"])
+@pytest.mark.parametrize(
+    "card", [pytest.param("h200", marks=pytest.mark.slow), pytest.param("gb300", marks=pytest.mark.exhaustive)]
+)
 def test_a_rehearsal_passes(card, tmp_path):
     output = tmp_path / "all.json"
     command = [sys.executable, str(ROOT / "scripts" / "benchmark.py"), "gpu", "--rehearse", card, "--output", output]

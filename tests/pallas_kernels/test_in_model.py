@@ -52,7 +52,11 @@ PRESETS = {
     "nvl72 ep 72": (NVL72.with_axes(dp=1, ep=72, tp=1), GB300),
 }
 DEFAULT_RUN = {"hgx-ib-16": (0, 13)}
-"""The default run checks attention on these ranks; the slow run all ranks, and the experts, which compile longer."""
+"""The default run checks attention on these ranks; the slow and the exhaustive run all ranks, and the experts, which
+compile longer."""
+LONG_RUNS = [
+    pytest.param(name, marks=pytest.mark.slow if name in DEFAULT_RUN else pytest.mark.exhaustive) for name in PRESETS
+]
 ROWS, CAPACITY = 9, 128
 INTERPRETER = threading.Lock()
 """One for both operations: replicas run at their own pace, one in its experts while another is in attention."""
@@ -161,7 +165,7 @@ def tree_rows(engine: Engine):
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [*DEFAULT_RUN.items(), *(pytest.param(name, None, marks=pytest.mark.slow) for name in PRESETS)]
+    ("name", "ranks"), [*DEFAULT_RUN.items(), *(pytest.param(*run.values, None, marks=run.marks) for run in LONG_RUNS)]
 )
 def test_every_rank_of_a_preset_gets_what_the_reference_gives(name, ranks, forward, monkeypatch):
     machine, target = PRESETS[name]
@@ -203,8 +207,7 @@ def greedy_texts(engine: Engine, drafter) -> list[list[int]]:
     return texts
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", LONG_RUNS)
 def test_greedy_text_is_unchanged(name, monkeypatch):
     machine, target = PRESETS[name]
     engine = random_engine(machine)

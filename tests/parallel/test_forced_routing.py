@@ -162,12 +162,19 @@ def bias_of(allowed: tuple[int, ...]) -> np.ndarray:
 
 
 QUICK = ("hgx-ib-16", "slots", "alltoall")
+SLOW = "one rank"  # which buffers do not hold
 CASES = [(name, *split, kind) for name in MACHINES for split in exchanges(name) for kind in KINDS]
+
+
+def marks_of(case: tuple[str, str, str, str]) -> list[pytest.MarkDecorator]:
+    if case[:3] == QUICK:
+        return []
+    return [pytest.mark.slow if case[3] == SLOW else pytest.mark.exhaustive]
 
 
 @pytest.mark.parametrize(
     ("name", "experts", "exchange", "kind"),
-    [pytest.param(*case, id=", ".join(case), marks=[] if case[:3] == QUICK else [pytest.mark.slow]) for case in CASES],
+    [pytest.param(*case, id=", ".join(case), marks=marks_of(case)) for case in CASES],
 )
 def test_logits_are_those_of_one_device(name, experts, exchange, kind):
     layout = dataclasses.replace(MACHINES[name].layout, experts=experts)

@@ -176,7 +176,7 @@ def test_what_does_not_fit_says_by_how_much(report):
     assert "the weights with the reserve alone are 1.0 GB over the card" in hopeless.verdict
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "gpu"), [("hgx-ib-16", "b300"), ("nvl72", "gb300")])
 def test_all_layers(mesh, gpu, compile_apart):
     report = make_report(compile_apart(mesh, gpu, "round", 16, 61, "full"))
