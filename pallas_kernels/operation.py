@@ -289,7 +289,7 @@ class Trial:
         choice = self.choice = operation.choose(case.shape, jnp.bfloat16, device, implementation, case.options)
         self.arguments = operation.problem(case.shape, **case.problem)
         self.exact = jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, self.arguments)
-        # Lowering is Python, one at a time; compiling is not, and threads share it.
+        # Lowering is Python, one at a time; compiling is not, and goes on in threads beside it.
         self.kernel = jax.jit(lambda *a: operation.run(choice, *a, interpret=interpret)).lower(*self.arguments)
         self.reference = jax.jit(operation.reference).lower(*self.exact)
 
@@ -344,9 +344,9 @@ def self_check(
       RuntimeError: an implementation differs by more than rounding; do not go on.
     """
     device = device or Device.current()
-    trials = [
-        Trial(operation, name, operation.checks[name], device, implementation, interpret)
-        for implementation, name in operation.trials(device, operation.checks)
-    ]
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        return [trial.compare() for trial in pool.map(Trial.compile, trials)]
+        compiled = [
+            pool.submit(Trial(operation, name, operation.checks[name], device, implementation, interpret).compile)
+            for implementation, name in operation.trials(device, operation.checks)
+        ]
+        return [trial.result().compare() for trial in compiled]

@@ -1,4 +1,4 @@
-"""A round of K2.6's first layers with random weights, and texts of the bundled model."""
+"""A round of K2.6's first layers with random weights."""
 
 import functools
 import re
@@ -6,7 +6,6 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kimi_jax.decoding.engine import PLAIN, Draft, open_checkpoint
 from kimi_jax.decoding.generate import Limits, prefill
 from kimi_jax.decoding.kernels import picks
-from kimi_jax.decoding.programs import Programs
-from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.ledger.models import k26, kimi_drafter
-from kimi_jax.opening import BUNDLED_CHECKPOINT, BUNDLED_DRAFTER
 from kimi_jax.parameters import Parameters
 from kimi_jax.profiling.case import Case, with_layers
 from kimi_jax.profiling.compile import Compiled, abstract_parameters, compile_for, compile_program, programs_of
-from kimi_jax.prompts import Prompt, encode
 from meshes.devices import build_mesh
 from meshes.hardware import card_of
 from meshes.presets import preset
@@ -35,7 +29,6 @@ WARM_UP, ROUNDS = 2, 20
 CODE_STD = 4.6
 """Standard deviation of a uniform code of -8 to 7."""
 THUNKS = {"kCommandBuffer": "graphs", "kConditional": "conditionals", "kWhile": "loops outside graphs"}
-PROMPTS = ("Add 612 and 259.", "Tell a story about a fox named Mila, a forest and a coin.")
 
 
 def measure(layers: int) -> dict[str, Any]:
@@ -47,7 +40,7 @@ def measure(layers: int) -> dict[str, Any]:
     case = _case(None if card is None else card.name, layers)
     mesh = build_mesh(case.preset, jax.devices())
     programs = programs_of(case, mesh)
-    parameters = random_parameters(programs)
+    parameters = random_parameters(abstract_parameters(programs))
     new_tokens = (WARM_UP + ROUNDS) * (programs.speculation.max_depth + 1) + 1
     prompts = np.random.default_rng(0).integers(0, case.config.vocab_size, (REQUESTS, CONTEXT)).tolist()
     with jax.default_matmul_precision("highest"), tempfile.TemporaryDirectory() as dump:
@@ -91,9 +84,9 @@ def _case(card: str | None, layers: int) -> Case:
     return Case(config, preset("local"), card, REQUESTS, CONTEXT, budget=BUDGET, drafter=drafter)
 
 
-def random_parameters(programs: Programs) -> Parameters:
-    """Random parameters as the programs declare them, made on the devices where they lie."""
-    leaves, tree = jax.tree.flatten(abstract_parameters(programs))
+def random_parameters(declared: Parameters) -> Parameters:
+    """Random parameters in place of abstract ones, made on the devices where they lie."""
+    leaves, tree = jax.tree.flatten(declared)
     keys = jax.random.split(jax.random.key(0, impl="rbg"), len(leaves))
     return jax.tree.unflatten(
         tree,
@@ -122,22 +115,3 @@ def _thunks(dump: Path) -> dict[str, int]:
         return {}
     kinds = Counter(re.findall(r"\bk[A-Z]\w+", files[-1].read_text(errors="replace")))
     return {name: kinds[kind] for kind, name in THUNKS.items()}
-
-
-def texts() -> Iterator[tuple[str, list[int], list[int]]]:
-    """Prompts with the bundled model's greedy tokens, decoded plainly and drafted in trees, in float32."""
-    machine = preset("local")
-    mesh = build_mesh(machine, jax.devices())
-    engine = open_checkpoint(BUNDLED_CHECKPOINT, mesh, machine.layout, jnp.float32, BUNDLED_DRAFTER)
-    prompts = [Prompt.of(text) for text in PROMPTS]
-    rendered = encode(prompts, engine.tokenizer, raw=False, thinking=False, system=None)
-    for prompt, ids in zip(PROMPTS, rendered, strict=True):
-        plain, drafted = (
-            [
-                token
-                for progress in engine.generate([ids], Limits(max_new_tokens=32), Sampling(), draft=draft)
-                for token in progress.new_tokens[0]
-            ]
-            for draft in (PLAIN, Draft("ddtree", 16))
-        )
-        yield prompt, plain, drafted

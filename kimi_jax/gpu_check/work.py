@@ -13,6 +13,9 @@ LEAST_OF_COPY, LEAST_OF_TENSOR = 0.75, 0.5
 """Of the data sheet: what a healthy card's copy and matrix product reach."""
 SLOWEST = 2.0
 """Times of the model that a kernel may take."""
+MOST_BELOW = 0.2
+"""Standard deviations of a row's logits by which tokens may be below the references' own choice on average. Rounding
+alone gives 0.02: where it moves a row to another expert, a single token may be 0.5 below."""
 OVERHEAD_US = {"int4_moe": 20.0, "tree_attention": 12.0}
 """What the small programs around the kernels of a call cost."""
 
@@ -37,6 +40,8 @@ def card() -> None:
     found = [f"{finding.what}: {finding.fix}" for finding in examine(facts) if finding.level == "fault"]
     where = f"{device.kind}, driver {facts.driver}, ptxas {facts.ptxas}, {clocks()}"
     say("", not found, "; ".join(found) or where, kind=device.kind, driver=facts.driver, ptxas=facts.ptxas)
+    by = "CUPTI, kernel by kernel" if benchmark.clock() == "CUPTI" else "the host's clock: CUPTI does not answer"
+    say("times", None, f"taken by {by}")
     sheet = card_of(device.kind)
     copy = benchmark.copy_bytes_per_s(10)
     share = copy / sheet.hbm_bytes_per_s if sheet else None
@@ -160,13 +165,19 @@ def compiled_round(card: str, layers: int) -> None:
 
 
 def text() -> None:
-    """Greedy text of the bundled model: drafted in trees, it is the target's own."""
-    from kimi_jax.gpu_check.round import texts
+    """Greedy text: the bundled model's is the same plain and drafted, a fitting model's what the references choose."""
+    from kimi_jax.gpu_check.text import bundled_texts, fitting_texts
+    from pallas_kernels.operation import Device
 
-    for prompt, plain, drafted in texts():
-        say(prompt, plain == drafted and bool(plain), f"{len(plain)} tokens, drafted " + (
-            "the same" if plain == drafted else "otherwise"
-        ))  # fmt: skip
+    for prompt, plain, drafted in bundled_texts():
+        how = "the same" if plain == drafted else "otherwise"
+        say(prompt, plain == drafted and bool(plain), f"{len(plain)} tokens, drafted {how}")
+    for name, picks, below in fitting_texts():
+        served = Device.current().architecture is None or all(pick.implementation != "reference" for pick in picks[:2])
+        good = served and below.size > 0 and bool(below.mean() <= MOST_BELOW)
+        by, same = " and ".join(map(str, picks[:2])), f"{(below == 0).sum()} of {below.size} tokens"
+        figure = f"{same} are the references', the mean {below.mean():.3f} σ below; {by}"
+        say(f"fitting model, {name}", good, figure, below=below.tolist())
 
 
 WORK: dict[str, Callable[..., None]] = {

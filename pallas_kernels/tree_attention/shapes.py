@@ -169,12 +169,12 @@ CASES = {
 """The table that the tests take every implementation through."""
 
 CHECKS = {
-    # One tile of query rows; contexts around a tile and none at all; pieces of many tiles that span and cut requests.
-    "lengths": Case(Shape(6, 8, 8, 4096, (4096, 0, 1, 63, 65, 2000)), {}, {"splits": 3}),
-    # Query tiles that share copies, two tiles of rows, and sharp scores: every rescale path.
-    "65 rows, peaked": Case(Shape(3, 65, 8, 2048, (2048, 777, 5)), {"query_std": 20.0}, {"splits": 5}),
-    # Plain decoding, one long request cut over the whole card.
-    "long": Case(Shape(1, 1, 64, 32768)),
+    # One tile of query rows; contexts around a tile and none at all; pieces of many tiles that span and cut requests,
+    # and one with nothing to do.
+    "lengths": Case(Shape(6, 8, 8, 1280, (1280, 0, 1, 63, 65, 1000)), {}, {"splits": 5, "min_tiles": 12}),
+    # Query tiles that share copies, two tiles of rows, sharp scores: every rescale path. One request is cut into more
+    # parts than the join kernel reads at a time.
+    "65 rows, peaked": Case(Shape(2, 65, 8, 4032, (3900, 5)), {"query_std": 20.0}, {"splits": 13}),
 }
 """What a card computes when a checkpoint is opened."""
 

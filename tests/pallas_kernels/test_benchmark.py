@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.mosaic.gpu import profiler
 
 from meshes.hardware import gpu
 from pallas_kernels import benchmark, int4_moe, tree_attention
@@ -55,3 +56,49 @@ def test_a_measurement_has_all_figures(name, monkeypatch):
     timing = benchmark.measure(operation.reference, operation, "small", gpu("h200"), 1e12, 1)
     assert timing.us > 0
     assert 0 < timing.of_floor < timing.of_copy
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """What chooses a clock finds a GPU, and asks anew before and after."""
+    benchmark.clock.cache_clear()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    yield monkeypatch
+    benchmark.clock.cache_clear()
+
+
+def test_a_gpu_is_timed_by_its_own_kernels_less_those_of_an_empty_chain(on_a_gpu):
+    def kernels(program):
+        """Stands in for CUPTI: a call's kernels take 3 ms, each addition between calls 0.25 ms."""
+
+        def run(*operands):
+            text = jax.jit(program).lower(*operands).as_text()
+            calls, additions = text.count("call @cos("), text.count("stablehlo.add ")
+            return program(*operands), 3.0 * calls + 0.25 * additions
+
+        return run
+
+    on_a_gpu.setattr(profiler, "measure", kernels)
+    assert benchmark.clock() == "CUPTI"
+    us = benchmark.microseconds(jnp.cos, jnp.ones(2), [()], repeats=2)
+    assert us == pytest.approx(3000)
+
+
+@pytest.mark.parametrize("reason", ["another profiler is attached", None])
+def test_the_host_times_where_cupti_cannot(on_a_gpu, reason):
+    def refuse(program):
+        def run(*operands):
+            if reason:
+                raise RuntimeError(reason)
+            return program(*operands), None
+
+        return run
+
+    on_a_gpu.setattr(profiler, "measure", refuse)
+    assert benchmark.clock() == "host"
+    assert 0 < benchmark.median_seconds(jax.jit(jnp.cos), jnp.ones(2), repeats=2) < 10
+
+
+def test_a_cpu_is_timed_by_the_host():
+    benchmark.clock.cache_clear()
+    assert benchmark.clock() == "host"

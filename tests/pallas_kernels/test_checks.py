@@ -58,7 +58,7 @@ def test_the_experts_check_wraps_rings_and_has_second_items(name):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_attention_check_reuses_buffers_cuts_and_spans_requests_and_shares_copies(name):
-    clusters, spans, cuts, most_tiles = set(), 0, 0, 0
+    clusters, spans, cuts, empty, most_tiles, most_parts = set(), 0, 0, 0, [], 0
     for implementation, case_name in ATTENTION.trials(card(name), ATTENTION.checks):
         case = ATTENTION.checks[case_name]
         shape = case.shape
@@ -66,14 +66,26 @@ def test_the_attention_check_reuses_buffers_cuts_and_spans_requests_and_shares_c
         lengths = jnp.asarray(shape.lengths, jnp.int32)
         tables = schedule.plan(lengths, -(-shape.rows // BLOCK), BLOCK, config.splits, config.min_tiles)
         low, high, first, end = np.asarray(tables.pieces).T
+        cut, first_part, end_part = np.asarray(tables.joins).T
         clusters.add(config.cluster)
         spans += int(np.sum(end - first > 1))
-        cuts += int(np.sum(np.asarray(tables.joins)[:, 0] >= 0))
-        most_tiles = max(most_tiles, int(np.max(high - low)))
-    assert most_tiles > 5 * STAGES
+        cuts += int(np.sum(cut >= 0))
+        empty += int(np.sum(low == high))
+        most_tiles.append(int(np.max(high - low)))
+        most_parts = max(most_parts, int(np.max((end_part - first_part)[cut >= 0])))
+    assert min(most_tiles) > 2 * STAGES
+    assert max(most_tiles) > 5 * STAGES
     assert spans >= 2
     assert cuts >= 3
+    assert empty >= 1
+    assert most_parts > schedule.UNROLL
     assert clusters == ({1, 2} if card(name).architecture == "hopper" else {1})
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_few_programs_are_lowered_when_a_checkpoint_is_opened(name):
+    # Two for warp and three for the tensor core, four kernels each; two of attention, two kernels each.
+    assert [len(operation.trials(card(name), operation.checks)) for operation in (EXPERTS, ATTENTION)] == [5, 2]
 
 
 @pytest.mark.exhaustive
@@ -97,7 +109,7 @@ def test_the_attention_check_passes_in_the_interpreter_on_shorter_contexts(devic
         for name, case in ATTENTION.checks.items()
     }  # fmt: skip
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    assert len(self_check(dataclasses.replace(ATTENTION, checks=small), device, interpret=interpret)) == 3
+    assert len(self_check(dataclasses.replace(ATTENTION, checks=small), device, interpret=interpret)) == 2
 
 
 def test_a_lost_tile_of_a_long_context_is_seen():
