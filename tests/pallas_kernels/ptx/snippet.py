@@ -1,5 +1,6 @@
 """Small hand-written PTX: a body between loads of each thread's inputs and stores of its outputs."""
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -44,6 +45,7 @@ def run(
     tensor: TensorMap | None = None,
     order: Order | None = None,
     memory: np.ndarray | None = None,
+    waiting: Sequence[tuple[int, int, int]] = (),
 ) -> list[np.ndarray]:
     """Run a body whose inputs are %d0, %d1, ... (64 bits a thread, the low half also in %r0, %r1, ...).
 
@@ -56,6 +58,7 @@ def run(
         cluster: CTAs, all in one cluster.
         tensor: what `map_address` describes.
         order: when things happen.
+        waiting: first CTAs of clusters that have not begun.
         memory: bytes that shared memory begins with, instead of ones.
 
     Returns:
@@ -91,7 +94,7 @@ def run(
         Bytes(parameters, "parameters"),
         {(1 << 60) + decoder.program.parameters["map"]: tensor} if tensor else {},
     )
-    running = Cluster(decoder, launch, (0, 0, 0), order or Order())
+    running = Cluster(decoder, launch, (0, 0, 0), order or Order(), deque(waiting))
     if memory is not None:
         for block in running.shared:
             block.u8[: memory.size] = memory.reshape(-1).view(np.uint8)

@@ -1,5 +1,8 @@
 """Every scalar instruction, in hand-written PTX, against its definition in the PTX manual, thread by thread."""
 
+import re
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -252,6 +255,61 @@ def test_atomics():
     assert sorted(before.tolist()) == np.cumsum([0, *range(31)]).tolist()
 
 
+def test_a_reduction_leaves_the_sum():
+    (after,) = run(
+        "red.shared.add.u32 [base], %r0; bar.sync 0; ld.shared.b32 %r8, [base];",
+        [np.arange(32)],
+        ["%r8"],
+        memory=np.zeros(4, np.uint8),
+    )
+    assert set(after.tolist()) == {31 * 16}
+
+
+def test_warps_that_end_store_nothing():
+    (got,) = run("setp.ge.u32 %p1, thread, 32; @%p1 exit; mov.b32 %r9, 7;", [], ["%r9"], threads=64)
+    assert got.tolist() == [7] * 32 + [0] * 32
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "bar.warp.sync -1;",
+        "membar.gl;",
+        "fence.proxy.async.shared::cta;",
+        "griddepcontrol.wait;",
+        "prefetch.global.L2 [in];",
+        "nanosleep.u32 20;",
+        "setmaxnreg.inc.sync.aligned.u32 40;",
+        "tcgen05.fence::before_thread_sync;",
+        "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;",
+    ],
+)
+def test_what_orders_memory_or_hints_changes_nothing(body):
+    a, b = WORDS[:2]
+    assert [out.tolist() for out in run(body, [a, b], ["%d0", "%d1"])] == [
+        out.tolist() for out in run("", [a, b], ["%d0", "%d1"])
+    ]
+
+
+@pytest.mark.parametrize(("waiting", "taken"), [([], [0]), ([(5, 3, 2), (6, 0, 0)], [1, 5, 3, 2])])
+def test_a_cluster_takes_over_the_work_of_one_that_has_not_begun(waiting, taken):
+    body = """
+    .reg .b128 %q<2>;
+    setp.eq.b32 %p1, thread, 0;
+    @%p1 mbarrier.init.shared::cta.b64 [base+256], 1;
+    bar.sync 0;
+    @%p1 mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [base+256], 16;
+    @%p1 clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 [base], [base+256];
+    again: mbarrier.try_wait.parity.shared.b64 %p4, [base+256], 0;
+    @!%p4 bra again;
+    ld.shared.b128 %q0, [base];
+    clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p3, %q0;
+    clusterlaunchcontrol.query_cancel.get_first_ctaid.v4.b32.b128 {%r4, %r5, %r6, %r7}, %q0;
+    """
+    got = run(body, [], ["%p3", "%r4", "%r5", "%r6"], waiting=waiting)
+    assert [set(out.tolist()) for out in got[: len(taken)]] == [{value} for value in taken]
+
+
 FAULTS = {
     "vadd.s32 %r9, %r0, %r1;": "the instruction 'vadd.s32' is not known",
     "add.sat.s32 %r9, %r0, %r1;": "modifier .sat is not known",
@@ -279,3 +337,10 @@ def test_memory_that_was_not_written_is_nan():
 
 def test_the_table_names_each_instruction_once():
     assert len(tables.TABLE) == sum(len(m.TABLE) for m in tables.PARTS)
+
+
+def test_every_instruction_of_the_table_is_tried():
+    folder = Path(__file__).parent
+    text = "".join(file.read_text() for file in (folder / "snippet.py", *folder.glob("test_*instructions.py")))
+    tried = {name for name in tables.TABLE if re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text)}
+    assert set(tables.TABLE) - tried == set()
