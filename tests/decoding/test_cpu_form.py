@@ -37,7 +37,9 @@ def test_logits_are_the_references(engines, forward, reference):
     np.testing.assert_allclose(logits, reference["logits"], atol=1e-4)
 
 
-@pytest.mark.parametrize("draft", [PLAIN, Draft("chain"), Draft("ddtree", 16)], ids=str)
+@pytest.mark.parametrize(
+    "draft", [PLAIN, pytest.param(Draft("chain"), marks=pytest.mark.slow), Draft("ddtree", 16)], ids=str
+)
 def test_text_is_that_of_the_checkpoints_form(engines, reference, draft):
     prompts = [reference["input_ids"][0].tolist(), reference["input_ids"][1][:9].tolist()]
     assert generated(engines().for_cpu(), prompts, draft) == generated(engines(), prompts, draft)

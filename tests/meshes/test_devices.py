@@ -54,7 +54,8 @@ def test_nothing_noisy_without_a_gpu():
 
 
 @pytest.mark.parametrize(
-    ("name", "card", "kind"), [("nvl72", "gb300", "NVIDIA GB300"), ("hgx-ib-16", "h200", "NVIDIA H200")]
+    ("name", "card", "kind"),
+    [("nvl72", "gb300", "NVIDIA GB300"), pytest.param("hgx-ib-16", "h200", "NVIDIA H200", marks=pytest.mark.slow)],
 )
 def test_a_sharded_program_compiles_for_gpus_that_are_not_there(name, card, kind):
     pytest.importorskip("jax_plugins", reason="needs jax's CUDA plugin")

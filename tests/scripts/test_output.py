@@ -36,10 +36,10 @@ def test_help_into_a_closed_pipe_ends_quietly(command):
     assert (result.returncode, result.stderr) == (141, "")
 
 
+@slow
 @pytest.mark.parametrize(
     "arguments",
-    [("estimate", "point", "--json"), pytest.param(("doctor", "--json"), marks=slow),
-     pytest.param(("estimate", "recommend"), marks=slow)],
+    [("estimate", "point", "--json"), ("estimate", "recommend"), ("doctor", "--json")],
 )  # fmt: skip
 def test_results_into_a_closed_pipe_end_quietly(arguments):
     result = run(*arguments, stdout=closed_pipe())

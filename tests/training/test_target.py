@@ -119,8 +119,8 @@ def test_bias_falls_for_overloaded_experts(tiny_config, parameters, batch):
 
 
 LAYOUTS = [
-    Layout(dp=2),
     Layout(ep=2, tp=2),
+    pytest.param(Layout(dp=2), marks=pytest.mark.slow),
     pytest.param(Layout(tp=2), marks=pytest.mark.slow),
     pytest.param(Layout(dp=2, ep=2), marks=pytest.mark.slow),
 ]
