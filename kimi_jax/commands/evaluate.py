@@ -175,6 +175,8 @@ class TasksOptions(DrafterOptions):
 
     budgets: tuple[int, ...] = (16,)
     """Draft tree nodes verified a round; each is one more way to decode, beside plain decoding."""
+    chain: Flag = False
+    """Also decode with the drafter's best chain."""
     families: tuple[str, ...] = ()
     """Task families; by default all ten."""
     prompts: int = 100
@@ -199,46 +201,40 @@ def run_tasks(options: TasksOptions) -> None:
     from kimi_jax.training.tasks import FAMILIES
 
     families = options.families or tuple(FAMILIES)
-    trees = [Draft("ddtree", budget) for budget in options.budgets] if drafter else []
+    drafts = {"none": PLAIN}
+    if drafter and options.chain:
+        drafts["chain"] = Draft("chain")
+    if drafter:
+        drafts |= {f"ddtree {budget}": Draft("ddtree", budget) for budget in options.budgets}
     with bar_on(status) as bar:
-        task = bar.add_task("prompts", total=len(families) * options.prompts * (1 + len(trees)))
-        plain, *drafted = score(
-            opened.engine, options.prompts, [PLAIN, *trees], families, batch=options.batch,
+        task = bar.add_task("prompts", total=len(families) * options.prompts * len(drafts))
+        scores = score(
+            opened.engine, options.prompts, list(drafts.values()), families, batch=options.batch,
             progress=lambda count: bar.advance(task, count),
         )  # fmt: skip
-    trees_scores = dict(zip(options.budgets, drafted, strict=False))
+    ways = dict(zip(drafts, scores, strict=True))
     if options.log_samples is not None and processes.this().prints:
-        lines = [{"run": provenance(opened)}, *samples(opened.engine, ways_of(plain, trees_scores))]
+        lines = [{"run": provenance(opened)}, *samples(opened.engine, ways)]
         write_text(options.log_samples, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     if options.json:
-        print(json.dumps({"run": provenance(opened), **tasks_as_dict(plain, trees_scores)}))
+        print(json.dumps({"run": provenance(opened), **tasks_as_dict(ways)}))
     else:
-        print_tasks(plain, trees_scores, opened, options.batch)
+        print_tasks(ways, opened, options.batch)
 
 
-def ways_of(
-    plain: "dict[str, FamilyScore]", trees: "dict[int, dict[str, FamilyScore]]"
-) -> "dict[str, dict[str, FamilyScore]]":
-    """Scores by the name of the way of decoding."""
-    return {"none": plain} | {f"ddtree {budget}": scores for budget, scores in trees.items()}
-
-
-def tasks_as_dict(plain: "dict[str, FamilyScore]", trees: "dict[int, dict[str, FamilyScore]]") -> dict[str, Any]:
+def tasks_as_dict(ways: "dict[str, dict[str, FamilyScore]]") -> dict[str, Any]:
     """Scores by way of decoding and family, `all` among the families."""
     from kimi_jax.evaluation.tasks import together
 
+    whole = {name: scores | {"all": together(scores)} for name, scores in ways.items()}
+    plain = whole["none"]["all"].answers
     return {
-        "scores": {
-            name: {family: s.as_dict() for family, s in {**scores, "all": together(scores)}.items()}
-            for name, scores in ways_of(plain, trees).items()
-        },
-        "same_answers": {f"ddtree {n}": together(s).answers == together(plain).answers for n, s in trees.items()},
+        "scores": {name: {family: s.as_dict() for family, s in scores.items()} for name, scores in whole.items()},
+        "same_answers": {name: scores["all"].answers == plain for name, scores in whole.items() if name != "none"},
     }
 
 
-def print_tasks(
-    plain: "dict[str, FamilyScore]", trees: "dict[int, dict[str, FamilyScore]]", opened: Opened, batch: int
-) -> None:
+def print_tasks(ways: "dict[str, dict[str, FamilyScore]]", opened: Opened, batch: int) -> None:
     """The answer in a line, and for each family a row of plain decoding and one of each tree."""
     from kimi_jax.evaluation.tasks import together, wilson
 
@@ -246,7 +242,7 @@ def print_tasks(
         low, high = wilson(score.exact, score.prompts)
         return f"{low:.1%} to {high:.1%}"
 
-    ways = {name: {**scores, "all": together(scores)} for name, scores in ways_of(plain, trees).items()}
+    ways = {name: scores | {"all": together(scores)} for name, scores in ways.items()}
     first = next(iter(ways.values()))
     rows: list[tuple[str, ...] | None] = []
     for family in first:

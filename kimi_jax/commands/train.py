@@ -1,10 +1,10 @@
-"""Train the bundled small model and its DFlash drafter from scratch, export them, and measure what they can do.
+"""Train the bundled small model and its DFlash drafter from scratch, export them, and measure how they route.
 
 Examples:
   uv run scripts/train.py target --directory runs/target --dp 2 --output small
   uv run scripts/train.py drafter --target small --directory runs/drafter --dp 2 --output small_drafter
-  uv run scripts/train.py scores --target small --drafter small_drafter
-On a CPU two devices of one core each (--dp 2) are faster than one of two cores.
+  uv run scripts/train.py routing --target small --drafter small_drafter
+On a CPU two devices of one core each (--dp 2) are faster than one of two cores. `evaluate tasks --chain` scores both.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
-from rich.table import Table
 
 from kimi_jax import compilation_cache
 from kimi_jax.commands.options import Dp, Ep, LayoutOptions, NoCache, OptionalFile, OptionalFolder, Tp, parse
 from kimi_jax.opening import check_configurations
 from kimi_jax.standard_output import OutputConsole
+from kimi_jax.tables import left, right, table
 from kimi_jax.text_files import require_folder, require_writable, write_text
 from meshes.devices import use_cpu_if_no_gpu
 from meshes.presets import Layout
@@ -85,23 +85,6 @@ class Drafter(Common):
 
 
 @dataclasses.dataclass(frozen=True)
-class Scores:
-    """Decode held-out prompts: exact match by family, and what the drafter's chains and trees are accepted for."""
-
-    target: Path
-    """Checkpoint of the target."""
-    drafter: Path | None = None
-    """Checkpoint of the drafter; without one only exact match is measured."""
-    prompts: int = 200
-    """Held-out prompts of each family."""
-    budgets: tuple[int, ...] = (16,)
-    """Draft tree nodes to measure beside the chain."""
-    output: OptionalFile = None
-    """Write the figures here as JSON."""
-    no_cache: NoCache = False
-
-
-@dataclasses.dataclass(frozen=True)
 class Routing:
     """Count how popular experts are and how many the rows of draft trees touch."""
 
@@ -119,7 +102,6 @@ class Routing:
 Command = (
     Annotated[Target, tyro.conf.subcommand("target")]
     | Annotated[Drafter, tyro.conf.subcommand("drafter")]
-    | Annotated[Scores, tyro.conf.subcommand("scores")]
     | Annotated[Routing, tyro.conf.subcommand("routing")]
 )
 
@@ -135,24 +117,20 @@ def report(console: Console, log: list[dict[str, Any]], figures: list[str], plot
     from kimi_jax.training.loop import plot as draw
     from kimi_jax.training.loop import sparkline
 
-    table = Table("figure", "first", "last", "course")
-    for name in figures:
-        values = [record[name] for record in log if name in record]
-        if values:
-            table.add_row(name.replace("_", " "), f"{values[0]:.3g}", f"{values[-1]:.3g}", sparkline(values))
-    console.print(table)
-    evaluated = [record for record in log if any(name.startswith(("em_", "acceptance_")) for name in record)]
-    if evaluated:
-        last = {name: value for name, value in evaluated[-1].items() if name.startswith(("em_", "acceptance_"))}
-        scores = Table(*(name.partition("_")[2] for name in last), title="held-out prompts by family")
-        scores.add_row(*(f"{value:.2f}" for value in last.values()))
-        console.print(scores)
+    courses = {name: [record[name] for record in log if name in record] for name in figures}
+    rows = [(n.replace("_", " "), f"{v[0]:.3g}", f"{v[-1]:.3g}", sparkline(v)) for n, v in courses.items() if v]
+    console.print(table("", (*left("figure"), *right("first", "last"), *left("course")), rows))
+    of_families = [{n: v for n, v in record.items() if n.startswith(("em_", "acceptance_"))} for record in log]
+    if evaluated := [record for record in of_families if record]:
+        columns = right(*(name.partition("_")[2] for name in evaluated[-1]))
+        scores = [f"{value:.2f}" for value in evaluated[-1].values()]
+        console.print(table("held-out prompts by family", columns, [scores]))
     if plot:
-        draw(log, [name for name in figures if any(name in record for record in log)], plot)
+        draw(log, [name for name, values in courses.items() if values], plot)
         console.print(f"plot: {plot}")
 
 
-def open_target(options: Drafter | Scores | Routing, drafter: Path | None = None):
+def open_target(options: Drafter | Routing, drafter: Path | None = None):
     """The checkpoint on one device, in float32."""
     check_configurations(options.target, Layout(), drafter)
     use_cpu_if_no_gpu()
@@ -211,49 +189,21 @@ def train(options: Target | Drafter, console: Console) -> None:
         console.print(f"checkpoint: {options.output}")
 
 
-def measure_scores(options: Scores, console: Console) -> dict[str, Any]:
-    """Exact match and acceptance lengths by family."""
-    engine = open_target(options, options.drafter)
-
-    from kimi_jax.decoding.engine import PLAIN, Draft
-    from kimi_jax.evaluation.tasks import score, together
-
-    drafts = {"plain": PLAIN}
-    if options.drafter:
-        trees = {f"tree of {budget}": Draft("ddtree", budget) for budget in options.budgets}
-        drafts |= {"chain": Draft("chain")} | trees
-    results = dict(zip(drafts, score(engine, options.prompts, list(drafts.values())), strict=True))
-    table = Table("family", "exact match", *(f"{name}: tokens a round" for name in list(drafts)[1:]))
-    for family, plain in results["plain"].items():
-        lengths = (f"{scores[family].acceptance:.2f}" for name, scores in results.items() if name != "plain")
-        table.add_row(family, f"{plain.exact_match:.3f}", *lengths)
-    mean = sum(plain.exact_match for plain in results["plain"].values()) / len(results["plain"])
-    overall = {name: together(scores).acceptance for name, scores in results.items()}
-    table.add_row("all", f"{mean:.3f}", *(f"{overall[name]:.2f}" for name in list(drafts)[1:]))
-    console.print(table)
-    families = {name: {family: s.as_dict() for family, s in scores.items()} for name, scores in results.items()}
-    return {"exact_match": mean, "acceptance": overall, "families": families}
-
-
-def measure_routing(options: Routing, console: Console) -> dict[str, Any]:
+def measure_routing(options: Routing, console: Console) -> None:
     """Expert popularity and the experts that tree rows touch."""
     engine = open_target(options, options.drafter)
 
     from kimi_jax.training.recipes import routing_statistics
 
     statistics = routing_statistics(engine, options.texts)
-    table = Table("rows", "draft tree", "independent rows", "uniform formula", title="experts touched, of a layer's")
-    for entry in statistics.distinct:
-        table.add_row(str(entry.rows), *(f"{x:.2f}" for x in (entry.tree, entry.independent, entry.uniform)))
-    console.print(table)
-    console.print(f"tree diversity {statistics.tree_diversity:.2f} from {statistics.trees} trees")
-    return statistics.as_dict()
-
-
-def write(figures: dict[str, Any], output: Path | None) -> None:
-    """The figures as JSON, where they are wanted."""
-    if output:
-        write_text(output, json.dumps(figures, indent=1) + "\n")
+    rows = [(str(d.rows), *(f"{x:.2f}" for x in (d.tree, d.independent, d.uniform))) for d in statistics.distinct]
+    columns = right("rows", "draft tree", "independent rows", "uniform formula")
+    console.print(
+        table("experts touched, of a layer's", columns, rows),
+        f"tree diversity {statistics.tree_diversity:.2f} from {statistics.trees} trees", sep="\n",
+    )  # fmt: skip
+    if options.output:
+        write_text(options.output, json.dumps(statistics.as_dict(), indent=1) + "\n")
 
 
 def main(options: Command) -> None:
@@ -262,10 +212,8 @@ def main(options: Command) -> None:
     file = options.plot if isinstance(options, Target | Drafter) else options.output
     if file is not None:
         require_writable(file)
-    if isinstance(options, Scores):
-        write(measure_scores(options, console), options.output)
-    elif isinstance(options, Routing):
-        write(measure_routing(options, console), options.output)
+    if isinstance(options, Routing):
+        measure_routing(options, console)
     else:
         train(options, console)
 

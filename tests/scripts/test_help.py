@@ -15,7 +15,7 @@ SUBCOMMANDS = {
                  "plot", "docs"),
     "evaluate": ("logits", "reference", "perplexity", "tasks", "compare"),
     "profile": ("diff",),
-    "train": ("target", "drafter", "scores", "routing"),
+    "train": ("target", "drafter", "routing"),
 }  # fmt: skip
 EVERY = [(name, *subcommand) for name in COMMANDS for subcommand in [(), *((s,) for s in SUBCOMMANDS.get(name, ()))]]
 
