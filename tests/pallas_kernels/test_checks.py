@@ -164,6 +164,10 @@ def first_of_a_piece(right, piece, request, first_request):
     return 2 * piece
 
 
+def page_of_the_tile_before(right, pages, request, tile, per_tile):
+    return right(pages, request, jnp.maximum(tile - 1, 0), per_tile)
+
+
 SMALL_EXPERTS = Case(int4_moe.Shape(11, 2, 3, 128, 64, 4), {}, {"stages": 2, "ctas": 2})
 SMALL_ATTENTION = Case(
     tree_attention.Shape(2, 3, 8, 136, (136, 70), kv_lora_rank=128), {}, {"splits": 3, "min_tiles": 1}
@@ -178,6 +182,10 @@ FAULTS = {
         replaced(softmax, "hide", one_row_further),
         ("hopper attention", "blackwell attention"),
     ),
+    "the page of the tile before": (
+        replaced(schedule, "page_numbers", page_of_the_tile_before),
+        ("hopper attention", "blackwell attention"),
+    ),
     "a log-sum-exp off by 1.4e-3": (
         replaced(softmax, "normaliser", off_by_little),
         ("hopper attention", "blackwell attention"),
@@ -187,7 +195,7 @@ FAULTS = {
         ("hopper attention", "blackwell attention"),
     ),
 }
-DEFAULT = {("a neighbour's scale", "warp"), ("a log-sum-exp off by 1.4e-3", "hopper attention")}
+DEFAULT = {("a neighbour's scale", "warp"), ("the page of the tile before", "hopper attention")}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
+import functools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,13 +28,13 @@ def expanded(shape, dtype=jnp.float32, trees=None):
     return q_nope, *rest, w_uk, w_uv
 
 
-def absorbed(q_nope, q_rope, *rest_and_weights):
+def absorbed(q_nope, q_rope, *rest_and_weights, valid=None):
     *rest, w_uk, w_uv = (
         np.asarray(a, np.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in rest_and_weights
     )
     q_latent = np.einsum("brhn,hnc->brhc", np.asarray(q_nope, np.float32), w_uk)
     out, lse = tree_attention(
-        jnp.asarray(q_latent), jnp.asarray(q_rope, jnp.float32), *map(jnp.asarray, rest), scale=SCALE
+        jnp.asarray(q_latent), jnp.asarray(q_rope, jnp.float32), *map(jnp.asarray, rest), scale=SCALE, valid=valid
     )
     return np.einsum("brhc,hvc->brhv", out, w_uv), lse
 
@@ -83,6 +85,27 @@ def test_it_never_holds_rows_times_context():
     sizes = {"requests": 1, "rows": 64, "heads": 4, "nope": NOPE, "v": V, "itemsize": 4}
     # The CPU compiler keeps a few layouts of a block; all of it stays far from 64 x 4 x 4096 scores (4.2 MB).
     assert temporary < 4 * workspace_bytes(**sizes, block=64) < 64 * 4 * 4096 * 4
+
+
+def test_a_part_where_a_request_sees_nothing_gives_zero_and_minus_infinity(assert_matches):
+    """A part of a split context without the rows' own keys: whole blocks, or all of them, lie past the lengths."""
+    shape = Shape(3, 21, 4, 4 * 64, (65, 0, 256), kv_lora_rank=32, rope=8)
+    *rest, ancestors, w_uk, w_uv = expanded(shape)
+    valid = ancestors.any(-1).at[2].set(False)  # of the last request every row is padding
+    arguments = (*rest, ancestors & False, w_uk, w_uv)
+    got = prefill_attention(*arguments, scale=SCALE, valid=valid, block=64)
+    want = absorbed(*arguments, valid=valid)
+    assert np.isfinite(want[1]).all(axis=(1, 2)).tolist() == [True, False, False]
+    assert_matches(got, want, tolerance=1e-5, lse_tolerance=1e-5)
+
+
+def test_the_number_of_steps_follows_from_the_shapes():
+    """A GPU's host drives a loop whose trips only the device knows."""
+    loops = re.findall(
+        r" (while|scan|cond)\b",
+        str(jax.make_jaxpr(functools.partial(prefill_attention, scale=SCALE, block=16))(*expanded(SHAPE))),
+    )
+    assert loops == ["scan"] * 2  # over the rows and over the cache
 
 
 def test_counts_with_a_mask_are_refused():
