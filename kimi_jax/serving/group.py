@@ -10,25 +10,34 @@ from kimi_jax.serving.work import Work
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
-    """A group that has a slot and pages for a request."""
+class Opening:
+    """What a group with a free slot has for the next request."""
 
     group: "Group"
-    pages: int
-    """Free ones."""
     slots: int
     """Free ones."""
+    growing: int
+    """Slots that will need more pages."""
     lane_in: int
     """Tokens that are prefilled before a lane is free."""
-    hit: tuple[int, ...] = ()
-    """Pages that hold the beginning of the request's prompt."""
-    coming: int = 0
-    """Pages of it that there will be once what is being prefilled is, if those are more, else 0."""
+    prefilling: tuple[Work, ...]
+    """Works whose prompts are not all committed, also those that have left their slots."""
 
     @property
     def freest(self) -> tuple[int, int, int]:
         """Greatest where most is free."""
-        return self.pages, self.slots, -self.group.index
+        return self.group.pool.free, self.slots, -self.group.index
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """An opening with pages for a request."""
+
+    opening: Opening
+    hit: tuple[int, ...] = ()
+    """Pages that hold the beginning of the request's prompt."""
+    coming: int = 0
+    """Pages of it that there will be once what is being prefilled is, if those are more, else 0."""
 
 
 class Group:
@@ -38,7 +47,7 @@ class Group:
         self.index = index
         self.works: dict[int, Work] = {}
         """By slot."""
-        self._tree = PrefixTree(shape.pages, shape.page_tokens)
+        self._tree = PrefixTree(shape.pages)
         self.pool = self._tree.pool
         self._shape, self._prefix_cache = shape, prefix_cache
         self._changed: dict[int, int] = {}
@@ -47,41 +56,40 @@ class Group:
         """Works in slots by their arrival."""
         return sorted(self.works.values(), key=lambda work: work.arrival)
 
-    def room(self, work: Work, tokens: int, flying: Iterable[Work]) -> Room | None:
-        """The group's room for a request now, or None without a slot or pages.
+    def opening(self, flying: Iterable[Work]) -> Opening | None:
+        """What there is for the next request, or None without a slot.
+
+        Args:
+          flying: works of this group with a chunk in flight.
+        """
+        slots = self._shape.slots_per_group - len(self.works)
+        if not slots:
+            return None
+        works = self.works.values()
+        growing = sum(self._shape.pages_for(work.total) > len(work.pages) for work in works)
+        left = [len(work.ids) - work.prefilled for work in works if not work.ready]
+        lane_in = min(left) if len(left) >= self._shape.lanes else 0
+        prefilling = {*flying, *(work for work in works if work.committed < len(work.ids))}
+        return Opening(self, slots, growing, lane_in, tuple(prefilling))
+
+    def room(self, opening: Opening, work: Work, tokens: int) -> Room | None:
+        """Room for a request in an opening of this group, or None without pages.
 
         Args:
           tokens: that need pages at once. A page more is left for each slot that still grows.
-          flying: works of this group with a chunk in flight; they may have left their slots.
         """
-        free = self._shape.slots_per_group - len(self.works)
-        if not free:
-            return None
-        works = self.works.values()
-        hit = tuple(self._tree.find(work.ids[: work.reusable], work.request.salt)) if self._prefix_cache else ()
-        growing = sum(self._shape.pages_for(other.total) > len(other.pages) for other in works)
+        keys = work.keys(work.reusable, self._shape.page_tokens) if self._prefix_cache else []
+        hit = tuple(self._tree.find(keys))
         held = sum(self.pool.count(page) > 0 for page in hit)
-        if self._shape.pages_for(tokens) - held + growing > self.pool.free:
+        if self._shape.pages_for(tokens) - held + opening.growing > self.pool.free:
             return None
-        left = [len(other.ids) - other.prefilled for other in works if not other.ready]
-        lane_in = min(left) if len(left) >= self._shape.lanes else 0
-        coming = 0
-        if self._prefix_cache:
-            others = {*flying, *(other for other in works if other.committed < len(other.ids))}
-            coming = max((self._common_pages(work, other) for other in others), default=0)
-        return Room(self, self.pool.free, free, lane_in, hit, coming if coming > len(hit) else 0)
+        coming = max((self._common(keys, other) for other in opening.prefilling), default=0) if keys else 0
+        return Room(opening, hit, coming if coming > len(hit) else 0)
 
-    def _common_pages(self, work: Work, other: Work) -> int:
-        """Full pages that a work could share with another once that one's prompt was prefilled."""
-        if work.request.salt != other.request.salt:
-            return 0
-        size, count = self._shape.page_tokens, 0
-        most = min(work.reusable, len(other.ids)) // size
-        while (
-            count < most and work.ids[count * size : (count + 1) * size] == other.ids[count * size : (count + 1) * size]
-        ):
-            count += 1
-        return count
+    def _common(self, keys: list[bytes], other: Work) -> int:
+        """Pages at the beginning that another's prompt has too."""
+        both = zip(keys, other.keys(len(other.ids), self._shape.page_tokens), strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
 
     def admit(self, work: Work, tokens: int, hit: Iterable[int]) -> Admission:
         """Gives a work the lowest free slot, pages that hold its beginning, and more for so many tokens."""
@@ -101,13 +109,14 @@ class Group:
         """Lets others share the full pages of what a work is known to have computed."""
         if not self._prefix_cache:
             return
-        work.kept, replaced = self._tree.add(work.text, work.pages, work.arrival, work.request.salt, work.kept)
+        keys = work.keys(work.cached, self._shape.page_tokens)
+        work.kept, replaced = self._tree.add(keys, work.pages, work.arrival, work.kept)
         if replaced is not None and work.slot is not None:
             self._changed[work.slot] = min(self._changed.get(work.slot, replaced), replaced)
 
     def distrust(self, work: Work) -> None:
         """Nobody else gets the pages of a request that failed."""
-        self._tree.drop(work.ids, work.arrival, work.request.salt)
+        self._tree.drop(work.keys(len(work.ids), self._shape.page_tokens), work.arrival)
 
     def missing(self, work: Work, tokens: int) -> int:
         """Pages that a work lacks for so many tokens."""

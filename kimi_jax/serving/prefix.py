@@ -1,17 +1,21 @@
 """Which pages of a group hold which beginnings of texts, so that a prompt that begins alike starts behind them.
 
-A node is a full page. It is found by its parent and its own token ids, which are compared, not only their hash; the
-first page of a text also by a salt. A page is held by those whose text runs through it. Each of them holds its parents
-too and lets go of the last page first, so that the pool, which gives away what has been free longest, takes leaves
-before their parents.
+A node is a full page. It is found by its parent and its own key, which holds its token ids, so that they are compared
+and not only their hash; the first page's key also holds a salt. A page is held by those whose text runs through it.
+Each of them holds its parents too and lets go of the last page first, so that the pool, which gives away what has been
+free longest, takes leaves before their parents.
 """
 
+import array
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from kimi_jax.serving.pages import PagePool
 
-type Ids = Sequence[int]
+
+def page_key(ids: Sequence[int], salt: str = "") -> bytes:
+    """The key of a page with these tokens. Bytes know their hash, and are compared faster than integers."""
+    return salt.encode() + array.array("q", ids).tobytes()
 
 
 @dataclasses.dataclass(eq=False)
@@ -19,19 +23,17 @@ class _Node:
     """A page of tokens behind those of its parent."""
 
     parent: "_Node | None"
-    key: tuple[str | int, ...] = ()
-    """Its token ids; in the first page of a text behind the salt."""
+    key: Hashable = b""
     page: int = -1
     owner: object = None
-    children: "dict[tuple[str | int, ...], _Node]" = dataclasses.field(default_factory=dict)
+    children: "dict[Hashable, _Node]" = dataclasses.field(default_factory=dict)
 
 
 class PrefixTree:
     """A group's kept pages, by the texts they hold."""
 
-    def __init__(self, pages: int, page_tokens: int):
+    def __init__(self, pages: int):
         self.pool = PagePool(pages, self._lose)
-        self._page_tokens = page_tokens
         self._root = _Node(None)
         self._nodes: dict[int, _Node] = {}
         """By page."""
@@ -40,11 +42,11 @@ class PrefixTree:
         """Pages of known text."""
         return len(self._nodes)
 
-    def find(self, ids: Ids, salt: str = "") -> list[int]:
-        """The pages of the longest known beginning of a text, in whole pages. To hold them is the caller's part."""
-        return [node.page for node in self._walk(ids, salt)]
+    def find(self, keys: Sequence[Hashable]) -> list[int]:
+        """The pages of the longest known beginning of a text with these keys. To hold them is the caller's part."""
+        return [node.page for node in self._walk(keys)]
 
-    def add(self, ids: Ids, pages: list[int], owner: object, salt: str = "", known: int = 0) -> tuple[int, int | None]:
+    def add(self, keys: Sequence[Hashable], pages: list[int], owner: object, known: int = 0) -> tuple[int, int | None]:
         """Makes full pages of a text known, which their owner holds and which will not change any more.
 
         Where the tree knows the same text in other pages, those replace the owner's in `pages`, which change hands at
@@ -59,8 +61,8 @@ class PrefixTree:
         node, replaced = self._nodes.get(pages[known - 1]) if known else self._root, None
         if node is None:  # dropped
             return known, None
-        for place in range(known, min(len(ids) // self._page_tokens, len(pages))):
-            key = self._key(ids, place, salt)
+        for place in range(known, min(len(keys), len(pages))):
+            key = keys[place]
             child = node.children.get(key)
             if child is None:
                 if not self.pool.keep(pages[place]):  # dropped while its owner was reading it
@@ -75,9 +77,9 @@ class PrefixTree:
             node, known = child, place + 1
         return known, replaced
 
-    def drop(self, ids: Ids, owner: object, salt: str = "") -> None:
+    def drop(self, keys: Sequence[Hashable], owner: object) -> None:
         """Forgets what an owner has added of a text, and all that follows it, because it cannot be trusted."""
-        first = next((node for node in self._walk(ids, salt) if node.owner == owner), None)
+        first = next((node for node in self._walk(keys) if node.owner == owner), None)
         if first is None:
             return
         assert first.parent is not None
@@ -89,17 +91,13 @@ class PrefixTree:
             del self._nodes[node.page]
             self.pool.bar(node.page)
 
-    def _walk(self, ids: Ids, salt: str) -> Iterator[_Node]:
+    def _walk(self, keys: Sequence[Hashable]) -> Iterator[_Node]:
         node = self._root
-        for place in range(len(ids) // self._page_tokens):
-            node = node.children.get(self._key(ids, place, salt))
+        for key in keys:
+            node = node.children.get(key)
             if node is None:
                 return
             yield node
-
-    def _key(self, ids: Ids, place: int, salt: str) -> tuple[str | int, ...]:
-        part = ids[place * self._page_tokens : (place + 1) * self._page_tokens]
-        return tuple(part) if place else (salt, *part)
 
     def _lose(self, page: int) -> None:
         node = self._nodes.pop(page)

@@ -23,7 +23,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from kimi_jax.serving.events import Event, Seen
-from kimi_jax.serving.group import Group, Room
+from kimi_jax.serving.group import Group, Opening, Room
 from kimi_jax.serving.plan import Admission, Lane, Plan, Request, Shape
 from kimi_jax.serving.work import Work
 
@@ -261,43 +261,49 @@ class Scheduler:
     def _admissions(self) -> list[Admission]:
         admissions: list[Admission] = []
         blocked: list[Work] = []
-        free = self.shape.slots - self.occupied
-        for work in self._queue[: self._overtakes + self.shape.admissions]:
-            if len(admissions) == min(free, self.shape.admissions):
+        flying: dict[int, list[Work]] = {}
+        for work in (work for flight in self._flights for work in flight.lanes.values() if not work.ended):
+            flying.setdefault(work.group, []).append(work)
+        admitted = [0] * self.shape.groups
+        openings = {group.index: group.opening(flying.get(group.index, ())) for group in self._groups}
+        for work in tuple(self._queue):
+            found = [opening for opening in openings.values() if opening]
+            if all(opening.lane_in for opening in found) or len(blocked) > self._overtakes:
                 break
             if any(other.overtaken >= self._overtakes for other in blocked):
                 break
             tokens = self._first_pages(work)
-            room = self._room(work, tokens)
+            room = self._room(work, tokens, found)
             if room is None:
                 blocked.append(work)
                 continue
             for other in blocked:
                 other.overtaken += 1
             self._queue.remove(work)
-            admission = room.group.admit(work, tokens, room.hit)
+            group = room.opening.group
+            admission = group.admit(work, tokens, room.hit)
             admissions.append(admission)
+            admitted[group.index] += 1
+            full = admitted[group.index] == self.shape.admissions
+            openings[group.index] = None if full else group.opening(flying.get(group.index, ()))
             self.prompt_tokens += admission.prompt
             self.reused_tokens += admission.cached
         return admissions
 
-    def _room(self, work: Work, tokens: int) -> Room | None:
+    def _room(self, work: Work, tokens: int, openings: list[Opening]) -> Room | None:
         """Where to admit a request now, if anywhere."""
-        flying: dict[int, list[Work]] = {}
-        for other in (work for flight in self._flights for work in flight.lanes.values() if not work.ended):
-            flying.setdefault(other.group, []).append(other)
-        found = [group.room(work, tokens, flying.get(group.index, ())) for group in self._groups]
+        found = [opening.group.room(opening, work, tokens) for opening in openings]
         rooms = [room for room in found if room is not None]
-        at_once = [room for room in rooms if not room.lane_in]
-        freest = max(at_once, key=lambda room: room.freest, default=None)
-        best = max(rooms, key=lambda room: (max(len(room.hit), room.coming), room.freest), default=None)
+        at_once = [room for room in rooms if not room.opening.lane_in]
+        freest = max(at_once, key=lambda room: room.opening.freest, default=None)
+        best = max(rooms, key=lambda room: (max(len(room.hit), room.coming), room.opening.freest), default=None)
         if best is None or not (best.hit or best.coming):
             return freest
-        if freest is not None and freest.pages > MUCH_FREER * best.pages:
+        if freest is not None and freest.opening.freest[0] > MUCH_FREER * best.opening.freest[0]:
             return freest
-        if best.coming or 0 < best.lane_in <= len(best.hit) * self.shape.page_tokens:
+        if best.coming or 0 < best.opening.lane_in <= len(best.hit) * self.shape.page_tokens:
             return None
-        return freest if best.lane_in else best
+        return freest if best.opening.lane_in else best
 
     def _first_pages(self, work: Work) -> int:
         """Tokens that need pages before a request is admitted."""

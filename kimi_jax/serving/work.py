@@ -3,6 +3,7 @@
 import dataclasses
 
 from kimi_jax.serving.plan import Admission, Request
+from kimi_jax.serving.prefix import page_key
 
 
 @dataclasses.dataclass(eq=False)
@@ -33,6 +34,7 @@ class Work:
     overtaken: int = 0
     """Later requests that were admitted while this one waited."""
     ended: bool = False
+    _keys: list[bytes] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.ids = self.request.ids
@@ -67,12 +69,21 @@ class Work:
         return min(most, asked if request.reusable is None else request.reusable)
 
     @property
-    def text(self) -> tuple[int, ...]:
-        """Tokens that are known to be in the pages: what was committed, then the answer but for its last token."""
+    def cached(self) -> int:
+        """Tokens known to be in the pages: what was committed, then the answer but for its last token."""
         if self.committed < len(self.ids):
-            return self.ids[: self.committed]
-        whole = (*self.request.ids, *self.tokens)
-        return whole[: max(self.committed, len(whole) - 1)]
+            return self.committed
+        return max(self.committed, len(self.request.ids) + len(self.tokens) - 1)
+
+    def keys(self, tokens: int, page_tokens: int) -> list[bytes]:
+        """Keys of the full pages among the first so many tokens of the prompt and the answer."""
+        count = tokens // page_tokens
+        if len(self._keys) < count:
+            text = (*self.request.ids, *self.tokens)
+            for start in range(len(self._keys) * page_tokens, count * page_tokens, page_tokens):
+                salt = "" if start else self.request.salt
+                self._keys.append(page_key(text[start : start + page_tokens], salt))
+        return self._keys[:count]
 
     def needed(self, rounds: int, depth: int) -> int:
         """Tokens that need pages when so many rounds follow what is in flight."""

@@ -166,7 +166,8 @@ class Device:
         assert bool(plan.rounds) == bool(plan.active)
         assert plan.slots in (shape.slot_counts if plan.rounds else (0,))
         assert all(slot % shape.slots_per_group < plan.slots for slot in plan.active)
-        assert len(plan.admissions) <= shape.admissions
+        into = [shape.group(admission.slot) for admission in plan.admissions]
+        assert all(into.count(group) <= shape.admissions for group in into)
         assert (self.table >= 0).all()
         assert (self.table <= shape.pages).all()
         self.check_pages()
