@@ -43,6 +43,7 @@ def programs(caches):
     return {path.name: path.stat().st_mtime_ns for path in kept}
 
 
+@pytest.mark.slow
 def test_a_second_start_compiles_nothing_and_says_the_same(tmp_path):
     first = decode(tmp_path)
     kept = programs(tmp_path)

@@ -110,7 +110,8 @@ def wgmma_order(ptx):
     assert len(handovers) == 2
 
 
-@pytest.mark.parametrize("card", [pytest.param(c, marks=[] if c == "gb300" else pytest.mark.slow) for c in TARGETS])
+@pytest.mark.slow
+@pytest.mark.parametrize("card", TARGETS)
 def test_few_and_many_rows_and_a_tree_assemble(card):
     experts(card, ["ep-48-rows-64", "ep-48-rows-4096"])
     attention(card, ["dp-tree33"])

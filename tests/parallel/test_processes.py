@@ -178,6 +178,7 @@ def alone(machine):
     return open_checkpoint(one_of_two.CHECKPOINT, mesh, machine.layout, "bfloat16")
 
 
+@pytest.mark.slow
 def test_two_processes_decode_the_text_of_one(two, engines):
     """With speculation over two processes, without on one device."""
     _, results, _, _ = two
@@ -185,11 +186,13 @@ def test_two_processes_decode_the_text_of_one(two, engines):
     assert results[0]["texts"] == results[1]["texts"] == expected
 
 
+@pytest.mark.slow
 def test_messages_of_process_0_reach_the_others(two):
     _, results, _, _ = two
     assert [result["messages"] for result in results] == [[], ["a plan", "", "another"]]
 
 
+@pytest.mark.slow
 def test_one_process_prints(two):
     _, _, outputs, _ = two
     assert outputs[0][0] == "process 0 speaks\n", "gloo's reports stay away from standard output"
@@ -198,6 +201,7 @@ def test_one_process_prints(two):
     assert "simulated" not in outputs[1][1]
 
 
+@pytest.mark.slow
 def test_differing_commands_and_idle_processes_are_refused(two):
     _, results, _, _ = two
     for result in results:
@@ -206,6 +210,7 @@ def test_differing_commands_and_idle_processes_are_refused(two):
     assert "start only 1 processes" in results[1]["disagreements"][1]
 
 
+@pytest.mark.slow
 def test_each_process_reads_its_own_bytes_only(two, alone):
     _, results, _, _ = two
     planned = plan(
@@ -225,6 +230,7 @@ def test_each_process_reads_its_own_bytes_only(two, alone):
         assert experts == set(range(8 * index, 8 * index + 8)), "ep 2: each process has half of 16 experts"
 
 
+@pytest.mark.slow
 def test_processes_hold_what_one_holds(two, alone):
     _, results, _, _ = two
     expected = one_of_two.shards(alone)
@@ -232,6 +238,7 @@ def test_processes_hold_what_one_holds(two, alone):
     assert not results[0]["shards"].keys() & results[1]["shards"].keys()
 
 
+@pytest.mark.slow
 def test_sharded_checkpoints_are_written_and_read_by_both(two, alone, machine):
     folder, results, _, _ = two
     for result in results:
@@ -246,6 +253,7 @@ def test_sharded_checkpoints_are_written_and_read_by_both(two, alone, machine):
     assert len(list((folder / "sharded").glob("checksums-*.json"))) == 2
 
 
+@pytest.mark.slow
 def test_the_hf_layout_is_written_by_both(two):
     folder, _, _, _ = two
 
@@ -260,6 +268,7 @@ def test_the_hf_layout_is_written_by_both(two):
         assert value.tobytes() == original[key].tobytes(), key
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_other(two):
     _, _, outputs, statuses = two
     assert statuses[1] == -9
