@@ -112,14 +112,10 @@ def run_recommend(options: RecommendOptions) -> None:
     """The best layout for a goal, the runner-up and why. Axes and other layout options that are given stay fixed."""
     machine = LayoutOptions(options.layout.mesh, cache=options.layout.cache).preset()
     found = search.recommend(
-        machine,
-        options.scenario(machine, options.gpu),
-        options.goal,
-        options.budgets,
-        least_tokens_per_s_per_user=options.least_speed,
-        with_cache_split=options.try_split_cache,
+        machine, options.scenario(machine, options.gpu), options.goal, options.budgets,
+        least_tokens_per_s_per_user=options.least_speed, with_cache_split=options.try_split_cache,
         fixed=options.fixed(),
-    )
+    )  # fmt: skip
     rows = [e for e in (found.best, found.runner_up) if e]
     table = report.estimates_table(rows, f"{machine.name}, best and runner-up", options.wide)
     text = report.recommendation_text(found)

@@ -150,18 +150,11 @@ def compile_absent(options: Options, gpu: str, status: Console) -> "Report":
     drafter = given or kimi_drafter()
     if options.budget and options.layers is None:
         drafter.check(config)
-    whole = Case(
-        config,
-        machine,
-        card.name,
-        requests=64 if options.batch is None else options.batch,
-        context=8192 if options.context is None else options.context,
-        budget=options.budget,
-        drafter=drafter,
-        program=options.program,
-        prefill_chunk=options.prefill_chunk,
-    )
-    case = whole
+    case = whole = Case(
+        config, machine, card.name, requests=64 if options.batch is None else options.batch,
+        context=8192 if options.context is None else options.context, budget=options.budget, drafter=drafter,
+        program=options.program, prefill_chunk=options.prefill_chunk,
+    )  # fmt: skip
     if options.layers is not None:
         config, drafter = with_layers(config, drafter, options.layers)
         case = dataclasses.replace(whole, config=config, drafter=drafter)

@@ -73,12 +73,12 @@ class Load:
         """The scenario on a machine."""
         constants, model = Constants(), self.model()
         sizes = model.n_routed_experts, model.num_experts_per_tok
-        popularity = {
-            "zipf": routing.zipf(*sizes, constants.zipf_offset, constants.tree_diversity),
-            "uniform": routing.uniform(*sizes, constants.tree_diversity),
-        }[self.experts_used]
         if self.expert_counts:
             popularity = routing.from_file(self.expert_counts, *sizes)
+        elif self.experts_used == "uniform":
+            popularity = routing.uniform(*sizes, constants.tree_diversity)
+        else:
+            popularity = routing.zipf(*sizes, constants.zipf_offset, constants.tree_diversity)
         drafter = self.drafter_for(model)
         if self.block is not None:
             drafter = dataclasses.replace(drafter, block_size=self.block)
@@ -89,21 +89,12 @@ class Load:
         else:
             rates = default_acceptance(drafter.block_size, self.hit_rate)
         return make_scenario(
-            machine,
-            self.card(machine, gpu_name),
-            concurrency=self.batch,
-            context=self.context,
-            acceptance=rates,
-            routing=popularity,
-            kernel_library=self.kernels,
-            budget=budget,
-            overlap=self.overlap,
-            has_eplb=self.eplb,
+            machine, self.card(machine, gpu_name), concurrency=self.batch, context=self.context, budget=budget,
+            model=model, drafter=dataclasses.replace(drafter, block_size=rates.max_depth + 1), acceptance=rates,
+            routing=popularity, kernel_library=self.kernels, overlap=self.overlap, has_eplb=self.eplb,
             physical_slots=self.slots,
             prefill=Prefill(self.input_tokens, self.output_tokens) if self.input_tokens else None,
-            model=model,
-            drafter=dataclasses.replace(drafter, block_size=rates.max_depth + 1),
-        )
+        )  # fmt: skip
 
     def model(self) -> ModelConfig:
         """The model that is estimated.

@@ -24,65 +24,45 @@ def percent(part: float, whole: float) -> str:
 
 
 def requests(count: int) -> str:
-    """So many, in words."""
-    return "1 request" if count == 1 else f"{count} requests"
+    """A number of requests, in words."""
+    return "1 request" if count == 1 else f"{count:,} requests"
+
+
+def _named(item: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(item, name) for name in names}
 
 
 def summary(e: Estimate) -> dict[str, Any]:
     """One estimate as one flat row."""
-    layout = e.scenario.preset.layout
+    s, layout = e.scenario, e.scenario.preset.layout
+    place = {"mesh": s.preset.name, "gpu": s.gpu.name, "gpus": layout.num_devices, "layout": search.describe(layout)}
+    figures = _named(
+        e, "acceptance_length", "step_ms", "prefill_ms", "limit_ms", "limit_resource", "bottleneck",
+        "tokens_per_s_per_user", "tokens_per_s_per_gpu", "tokens_per_s",
+    )  # fmt: skip
+    memory = {"memory_bytes": e.memory.total, "memory_capacity_bytes": e.memory.capacity}
     return {
-        "mesh": e.scenario.preset.name,
-        "gpu": e.scenario.gpu.name,
-        "gpus": layout.num_devices,
-        "layout": search.describe(layout),
-        "concurrency": e.scenario.concurrency,
-        "context": e.scenario.context,
-        "budget": e.scenario.budget,
-        "acceptance_length": e.acceptance_length,
-        "step_ms": e.step_ms,
-        "prefill_ms": e.prefill_ms,
-        "limit_ms": e.limit_ms,
-        "limit_resource": e.limit_resource,
-        "bottleneck": e.bottleneck,
-        "tokens_per_s_per_user": e.tokens_per_s_per_user,
-        "tokens_per_s_per_gpu": e.tokens_per_s_per_gpu,
-        "tokens_per_s": e.tokens_per_s,
-        "error_band": search.error_band(e),
-        "memory_bytes": e.memory.total,
-        "memory_capacity_bytes": e.memory.capacity,
-        "max_requests": e.memory.max_requests,
-        "fits": e.memory.fits,
-    }
+        **place, **_named(s, "concurrency", "context", "budget"), **figures, "error_band": search.error_band(e),
+        **memory, **_named(e.memory, "max_requests", "fits"),
+    }  # fmt: skip
 
 
 def details(e: Estimate) -> dict[str, Any]:
     """One estimate with its parts and memory."""
-    gpu = e.scenario.gpu
     parts = {
-        name: {
-            "count": part.count,
-            "us": part.total_us,
-            "ms": part.ms,
-            "limit_ms": part.limit_ms(gpu),
-            "fixed_us": part.fixed_us,
-            "memory_us": part.memory_us,
-            "compute_us": part.compute_us,
-            "link_us": part.link_us,
-            "hbm_bytes": part.count * part.hbm_bytes,
-            "flops": part.count * part.flops,
-            "local_link_bytes": part.count * part.local_bytes,
-            "network_link_bytes": part.count * part.network_bytes,
-            "note": part.note,
-        }
+        name: {"count": part.count, "us": part.total_us, "ms": part.ms, "limit_ms": part.limit_ms(e.scenario.gpu)}
+        | _named(part, "fixed_us", "memory_us", "compute_us", "link_us")
+        | {"hbm_bytes": part.count * part.hbm_bytes, "flops": part.count * part.flops}
+        | {"local_link_bytes": part.count * part.local_bytes, "network_link_bytes": part.count * part.network_bytes}
+        | {"note": part.note}
         for name, part in e.parts.items()
     }
-    memory = {"weights": e.memory.weights, "cache": e.memory.cache, "drafter": e.memory.drafter,
-              "reserve": e.memory.reserve}  # fmt: skip
-    inputs = {"acceptance": e.scenario.acceptance.name, "routing": e.scenario.routing.name,
-              "kernels": e.scenario.kernels.name, "overlap": e.scenario.overlap}  # fmt: skip
-    own = {"command": command(e), "hidden_ms": e.hidden_ms}
-    return summary(e) | own | {"parts": parts, "memory": memory, "inputs": inputs}
+    inputs = {name: getattr(e.scenario, name).name for name in ("acceptance", "routing", "kernels")}
+    return summary(e) | {
+        "command": command(e), "hidden_ms": e.hidden_ms, "parts": parts,
+        "memory": _named(e.memory, "weights", "cache", "drafter", "reserve"),
+        "inputs": inputs | {"overlap": e.scenario.overlap},
+    }  # fmt: skip
 
 
 def command(e: Estimate) -> str:

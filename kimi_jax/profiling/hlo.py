@@ -188,13 +188,10 @@ class Module:
 
     @functools.cached_property
     def _runs(self) -> dict[str, int]:
-        return self._count(with_overflow=False)
-
-    def _count(self, with_overflow: bool) -> dict[str, int]:
         """How often each computation that is not a fusion's or reducer's runs.
 
         A loop of unknown length counts once, and so does every branch of a choice; but of an exchange with bounded
-        buffers only the usual branch, in which they hold all rows, unless overflow is asked for.
+        buffers only the usual branch, in which they hold all rows.
         """
         runs: dict[str, int] = {}
 
@@ -204,7 +201,7 @@ class Module:
                 if instruction.opcode in ("while", "call", "conditional", "async-start"):
                     known = re.search(r"known_trip_count\W+n\W+(\d+)", instruction.attributes)
                     for how, called in instruction.called():
-                        if instruction.opcode == "conditional" and not with_overflow and self._is_overflow(called):
+                        if instruction.opcode == "conditional" and self._is_overflow(called):
                             continue
                         visit(called, count * (int(known[1]) if known and how == "body" else 1))
 
@@ -222,11 +219,6 @@ class Module:
         for name, count in self._runs.items():
             for instruction in self.computations[name].values():
                 yield name, instruction, count
-
-    def reachable(self) -> Iterator[Instruction]:
-        """Every instruction that the device may be told to run, exchanges that overflow included."""
-        for name in self._count(with_overflow=True):
-            yield from self.computations[name].values()
 
     @functools.cached_property
     def arguments(self) -> dict[str, str]:

@@ -43,7 +43,8 @@ def test_rounds_are_timed_and_traced_by_part(machine_and_engine, tmp_path):
     busy = sum(event["dur"] for event in ran if event["cat"] == "attention" and event["args"]["opcode"] not in CONTROL)
     assert busy == pytest.approx(1e6 * 3 * found.part_seconds["attention"], rel=1e-3)
     # Scopes are those of the compiled program's own text; a copy that has none may take another neighbour's.
-    scopes = {i.name: i.op_name for i in Module(found.compiled.text).reachable()}
+    computations = Module(found.compiled.text).computations.values()
+    scopes = {i.name: i.op_name for computation in computations for i in computation.values()}
     same = [event for event in ran if scopes[event["args"]["hlo_op"]] == event["args"]["scope"]]
     assert len(same) > 0.95 * len(ran)
     assert {event["args"]["opcode"] for event in ran if event not in same} <= {"copy"}

@@ -10,7 +10,7 @@ from kimi_jax.estimator import search
 from kimi_jax.estimator.acceptance import rate_for_length
 from kimi_jax.estimator.explain import explain
 from kimi_jax.estimator.kernels import KERNELS, kernels
-from kimi_jax.estimator.report import number, percent
+from kimi_jax.estimator.report import number, percent, requests
 from kimi_jax.estimator.scenario import Scenario, make_scenario
 from kimi_jax.estimator.search import Comparison, Family
 from kimi_jax.estimator.step import Estimate, estimate
@@ -151,10 +151,6 @@ def _one_stream() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _requests(load: int) -> str:
-    return "1 request" if load == 1 else f"{load:,} requests"
-
-
 def _many() -> dict[str, Any]:
     def of_machine(family: Family, gpus: int, load: int) -> str:
         e = _best(family, gpus, load)
@@ -168,7 +164,7 @@ def _many() -> dict[str, Any]:
 
     families: tuple[Family, ...] = ("hgx", "nvl")
     changes = [
-        f"- {_name(family, 72)}, from {_requests(load)}: {layout}"
+        f"- {_name(family, 72)}, from {requests(load)}: {layout}"
         for family in families
         for load, layout in search.crossovers(
             [Comparison(load, _best(family, 72, load), None) for load in LOADS], "left"
@@ -179,7 +175,7 @@ def _many() -> dict[str, Any]:
         "loads": _rows([_name(*machine), *(of_machine(*machine, load) for load in LOADS)] for machine in MACHINES),
         "changes": "\n".join(changes),
         "against": _rows([f"{n} NVL / {h} HGX", *(of_pair(h, n, load) for load in LOADS)] for h, n in PAIRS),
-        "best_load": _requests(best.concurrency),
+        "best_load": requests(best.concurrency),
     }
 
 
