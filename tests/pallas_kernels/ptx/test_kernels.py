@@ -39,9 +39,9 @@ def experts(
 
 
 def attention(
-    filled, rows, heads, order=LATE, implementation="hopper", *, std=0.5, trees=None, positions=256, **options
+    filled, rows, heads, order=LATE, implementation="hopper", *, std=0.5, trees=None, positions=256, page=64, **options
 ):
-    shape = tree_attention.Shape(len(filled), rows, heads, positions, filled)
+    shape = tree_attention.Shape(len(filled), rows, heads, positions, filled, page=page)
     problem = {"query_std": std} | ({"trees": trees} if trees else {})
     case = Case(shape, problem, {"min_tiles": 1} | options)
     cards = {"hopper": ("h200",), "blackwell": ("gb300",)}[implementation]
@@ -72,6 +72,8 @@ SLOW = {
     },
     "attention hopper": attention((100, 256, 0), 1, 8, LATE, "hopper"),
     "attention cluster, late": attention((450, 256, 0), 17, 8, OVERWRITING, "hopper", positions=512, splits=3),
+    "attention cluster, small pages": attention((100, 20), 9, 8, Order(6), "hopper", page=32, splits=2),
+    "attention blackwell, small pages": attention((100, 20), 9, 8, Order(6), "blackwell", page=32, splits=2),
     "attention blackwell, early": attention((450, 256, 0), 17, 8, EARLY, "blackwell", positions=512, splits=3),
     "attention blackwell, peaked": attention((256, 190), 9, 4, Order(4), "blackwell", std=20.0, splits=2),
 }

@@ -58,3 +58,21 @@ def test_a_stage_of_the_experts_takes_the_instructions_that_its_page_says():
     loop = sass.hot_loop(sass.assemble(kernels["int4_gate_up"].ptx, "sm_90a"), "HMMA")
     assert loop["HMMA"] == 48  # 2 units x 8 groups of 32 x 2 steps of 16, and 2 of the offset a group
     assert 400 <= loop.total() <= 500, loop
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("card", "architecture", "most", "reads"), [("h200", "sm_90a", 315, 2), ("gb300", "sm_103a", 130, 1)]
+)
+def test_a_tile_of_attention_is_copied_with_the_instructions_that_its_page_says(card, architecture, most, reads):
+    facts, operation = gpu(card), OPERATIONS["tree_attention"]
+    device = Device(facts.device_kind, "{}.{}".format(*facts.compute_capability), facts.core_count)
+    shape = operation.shapes["tp8-tree9"]
+    choice = operation.choose(shape, jnp.bfloat16, device)
+    arguments = jax.eval_shape(functools.partial(operation.problem, shape))
+    kernels = emulate.kernels_of(card, lambda *a: operation.run(choice, *a), arguments)
+    kernel = kernels[f"tree_attention_{choice.implementation}"]
+    loop = sass.hot_loop(sass.assemble(kernel.ptx, architecture), "UTMALDG")
+    assert loop["UTMALDG"] == 4  # latent and rope key, of a page or of the request's own rows
+    assert loop["LDG"] == reads  # the page's number, and on Hopper the request's tiles
+    assert loop.total() <= most, loop
