@@ -35,7 +35,7 @@ class Shape:
     slot_counts: tuple[int, ...] = ()
     """Slots a group that rounds are compiled for, ascending to all; empty means all only."""
     admissions: int = 8
-    """Slots of a group that one plan fills, at most."""
+    """Slots that one plan fills, at most."""
     ahead: int = 1
     """Dispatches that may be in flight, unread, when the next one is planned: 0 or 1."""
 

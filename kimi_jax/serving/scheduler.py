@@ -5,7 +5,7 @@ The rules:
 - One queue, first come first served. A request is admitted when a group has a free slot, a free lane, and pages for the
   whole prompt, the first round and one page more for every slot that still grows; among such groups the one with most
   free pages, then most free slots, then the lowest index. A request that fits nowhere may be overtaken by later ones
-  that fit, `overtakes` times at most.
+  that fit, `overtakes` times at most. A plan fills at most `Shape.admissions` slots of each group.
 - With the prefix cache, the group that holds most of a prompt's beginning is preferred, unless another has more than
   `MUCH_FREER` times its free pages. A request waits while another prefills a longer beginning of it, or where the
   group's lanes are free before so much would be prefilled elsewhere.
