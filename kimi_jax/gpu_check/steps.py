@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -41,6 +40,12 @@ class Line:
     """What was found, in a few words."""
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The figures."""
+
+
+def say(name: str, good: bool | None, figure: str, **data: Any) -> None:
+    """Prints a verdict, as a step's process does: pass, fail, or skip where nothing was judged."""
+    verdict: Verdict = "skip" if good is None else "pass" if good else "fail"
+    print(f"{MARK}{json.dumps([name, verdict, figure, data])}", flush=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,27 +95,20 @@ def _with(flag: str) -> str:
 def run(step: Step, module: str = "kimi_jax.gpu_check.work") -> Iterator[Line]:
     """Runs a step and yields its lines; one more that fails where the process hung, was killed or ended badly."""
     command = [sys.executable, "-m", module, step.work, json.dumps(dict(step.arguments))]
-    child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-        env=os.environ | dict(step.environment), start_new_session=True,
-    )  # fmt: skip
-    hung, out, err = False, "", ""
     try:
-        out, err = child.communicate(timeout=step.seconds)
-    except subprocess.TimeoutExpired:
-        hung = True
-    except BaseException:
-        os.killpg(child.pid, signal.SIGKILL)
-        raise
-    if hung:
-        os.killpg(child.pid, signal.SIGKILL)
-        out, err = child.communicate()
+        child = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", env=os.environ | dict(step.environment),
+            timeout=step.seconds,
+        )  # fmt: skip
+        out, err, status = child.stdout, child.stderr, child.returncode
+    except subprocess.TimeoutExpired as error:  # its output is bytes, whatever was asked for
+        out, err, status = bytes(error.stdout or b"").decode(errors="replace"), "", None
     for line in out.splitlines():
         if line.startswith(MARK):
             name, verdict, figure, data = json.loads(line.removeprefix(MARK))
             yield Line(step.section, f"{step.name}: {name}" if name else step.name, verdict, figure, data)
-    if hung:
+    if status is None:
         yield Line(step.section, step.name, "fail", f"hung: ended after {step.seconds:.0f} s")
-    elif child.returncode:
-        last = next((line for line in reversed(err.splitlines()) if line.strip()), f"status {child.returncode}")
-        yield Line(step.section, step.name, "fail", last.strip()[:300], {"status": child.returncode})
+    elif status:
+        last = next((line for line in reversed(err.splitlines()) if line.strip()), f"status {status}")
+        yield Line(step.section, step.name, "fail", last.strip()[:300], {"status": status})

@@ -1,11 +1,21 @@
 """What the processes of the check do. A function prints its verdicts as it goes: what came before a hang is kept."""
 
 import json
+import subprocess
 import sys
+import time
 from collections.abc import Callable
-from typing import Any
 
-from kimi_jax.gpu_check.steps import MARK, Verdict
+import jax
+import jax.numpy as jnp
+
+from kimi_jax.doctor import examine, gather
+from kimi_jax.gpu_check.steps import say
+from meshes.hardware import card_of, gpu
+from pallas_kernels import benchmark, rates
+from pallas_kernels.alternatives import ALTERNATIVES
+from pallas_kernels.operation import Case, Device, Trial, self_check
+from pallas_kernels.registry import OPERATIONS
 
 REPEATS = 200
 """Runs that must give the same bits."""
@@ -20,22 +30,8 @@ OVERHEAD_US = {"int4_moe": 20.0, "tree_attention": 12.0}
 """What the small programs around the kernels of a call cost."""
 
 
-def say(name: str, good: bool | None, figure: str, **data: Any) -> None:
-    """Prints one verdict: pass, fail, or skip where nothing was judged."""
-    verdict: Verdict = "skip" if good is None else "pass" if good else "fail"
-    print(f"{MARK}{json.dumps([name, verdict, figure, data])}", flush=True)
-
-
 def card() -> None:
     """Driver, assembler, clocks, and the rates of memory and tensor cores beside the data sheet's."""
-    import jax
-    import jax.numpy as jnp
-
-    from kimi_jax.doctor import examine, gather
-    from meshes.hardware import card_of
-    from pallas_kernels import benchmark, rates
-    from pallas_kernels.operation import Device
-
     facts, device = gather(), Device.current()
     found = [f"{finding.what}: {finding.fix}" for finding in examine(facts) if finding.level == "fault"]
     where = f"{device.kind}, driver {facts.driver}, ptxas {facts.ptxas}, {clocks()}"
@@ -62,8 +58,6 @@ def card() -> None:
 
 def clocks() -> str:
     """Clocks, power limit and temperature as nvidia-smi has them."""
-    import subprocess
-
     fields = "clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
     try:
@@ -75,11 +69,6 @@ def clocks() -> str:
 
 def checks() -> None:
     """What is run whenever a checkpoint is opened."""
-    import time
-
-    from pallas_kernels.operation import self_check
-    from pallas_kernels.registry import OPERATIONS
-
     for operation in OPERATIONS.values():
         started = time.perf_counter()
         done = self_check(operation)
@@ -89,15 +78,6 @@ def checks() -> None:
 
 def kernel(operation: str, shape: str, plain: bool) -> None:
     """What "auto" takes at a named shape: its values, the same bits again and again, and its time."""
-    import jax
-    import jax.numpy as jnp
-
-    from meshes.hardware import card_of
-    from pallas_kernels import benchmark
-    from pallas_kernels.alternatives import ALTERNATIVES
-    from pallas_kernels.operation import Case, Device, Trial
-    from pallas_kernels.registry import OPERATIONS
-
     known, device = OPERATIONS[operation], Device.current()
     trial = Trial(known, shape, Case(known.shapes[shape]), device).compile()
     if trial.choice.config is None:
@@ -123,7 +103,7 @@ def kernel(operation: str, shape: str, plain: bool) -> None:
     timing = benchmark.measure(ours, known, shape, sheet, copy, 10)
     model = OVERHEAD_US[operation] + timing.us * max(timing.of_copy, timing.of_floor or 0.0)
     figure = f"{timing.us:.0f} µs, {timing.of_copy:.0%} of copy, {timing.us / model:.1f} × the model"
-    say("time", timing.us <= SLOWEST * model, figure, model_us=model, **vars(timing))
+    say("time", timing.us <= SLOWEST * model, figure, model_us=model, clock=benchmark.clock(), **vars(timing))
     if plain:
         other = benchmark.measure(ALTERNATIVES[operation], known, shape, sheet, copy, 3)
         say("plain jax", timing.us < other.us, f"{other.us:.0f} µs", **vars(other))
@@ -131,10 +111,6 @@ def kernel(operation: str, shape: str, plain: bool) -> None:
 
 def rehearse(operation: str, card: str) -> None:
     """A card's kernels on the small table, in Mosaic's interpreter with race detection."""
-    from meshes.hardware import gpu
-    from pallas_kernels import benchmark
-    from pallas_kernels.registry import OPERATIONS
-
     for done in benchmark.rehearse(gpu(card), OPERATIONS[operation]):
         figures = [vars(difference) for difference in done.differences]
         figure = f"error {figures[0]['frobenius']:.1e}, no race"
@@ -167,7 +143,6 @@ def compiled_round(card: str, layers: int) -> None:
 def text() -> None:
     """Greedy text: the bundled model's is the same plain and drafted, a fitting model's what the references choose."""
     from kimi_jax.gpu_check.text import bundled_texts, fitting_texts
-    from pallas_kernels.operation import Device
 
     for prompt, plain, drafted in bundled_texts():
         how = "the same" if plain == drafted else "otherwise"

@@ -22,7 +22,7 @@ from pallas_kernels.registry import OPERATIONS
 ROOT = Path(__file__).parents[2]
 CHILD = """
 import json, os, sys, time
-from kimi_jax.gpu_check.work import say
+from kimi_jax.gpu_check.steps import say
 say("first", True, "fine", seconds=1.5)
 kind = json.loads(sys.argv[2])["kind"]
 if kind == "hang":
