@@ -36,13 +36,19 @@ from safetensors.numpy import load_file
 
 from kimi_jax import commands, compilation_cache
 from kimi_jax.decoding.engine import Engine, open_checkpoint
-from kimi_jax.model.cache import empty_cache
-from kimi_jax.model.transformer import Output, Rows
+from kimi_jax.decoding.generate import Progress, Request, generate, shape_of
+from kimi_jax.decoding.programs import Programs
+from kimi_jax.decoding.queue import Queue
+from kimi_jax.decoding.sampling import Sampling
+from kimi_jax.decoding.session import Session
+from kimi_jax.model.rows import Rows
+from kimi_jax.model.transformer import Output
 from kimi_jax.parallel.collectives import all_gather
 from kimi_jax.parallel.sharding import REQUESTS
 from kimi_jax.parameters import bind, specs
 from meshes.devices import build_mesh
 from meshes.presets import preset
+from pallas_kernels.tree_attention import PAGE
 
 jax.config.update("jax_num_cpu_devices", 72)
 assert len(jax.devices()) == 72  # started now: a test that opens a smaller machine would start fewer for all
@@ -106,18 +112,21 @@ class Forward:
 
 
 @functools.cache
-def compiled_forward(model, mesh, rules, taps, expanded):
-    def forward(parameters, rows, cache):
+def compiled_forward(model, mesh, rules, taps, expanded, cached):
+    def forward(parameters, rows, cache=None):
         bound = bind(model, parameters)
         output = bound.model(rows, cache, taps, expanded)
         return all_gather(bound.logits(output.hidden), "tp", dimension=2), output
 
-    in_specs = (specs(model, dict(rules)), REQUESTS, REQUESTS)
+    in_specs = (specs(model, dict(rules)), REQUESTS, *[REQUESTS] * cached)
     return jax.jit(jax.shard_map(forward, mesh=mesh, in_specs=in_specs, out_specs=REQUESTS, check_vma=False))
 
 
 def run_forward(engine: Engine, rows: Rows, cache=None, *, taps=(), expanded=None) -> Forward:
-    """Runs the model on rows given for the whole batch; requests are padded to the mesh."""
+    """Runs the model on rows given for the whole batch; requests are padded to the mesh.
+
+    A cache is given as [requests, positions, …]; it is put into pages here.
+    """
     count = rows.tokens.shape[0]
     multiple = engine.mesh.shape["dp"] * engine.mesh.shape["ep"]
     padded = -(-count // multiple) * multiple
@@ -126,10 +135,20 @@ def run_forward(engine: Engine, rows: Rows, cache=None, *, taps=(), expanded=Non
         padding = [(0, padded - count), *[(0, 0)] * (x.ndim - 1)]
         return jax.device_put(np.pad(np.asarray(x), padding), NamedSharding(engine.mesh, REQUESTS))
 
-    cache = cache or empty_cache(engine.config, count, 0, engine.dtype)
-    run = compiled_forward(engine.model, engine.mesh, tuple(engine.rules.items()), taps, expanded)
+    given = [jax.tree.map(place, rows)]
+    if cache is not None:
+        tiles = -(-cache[0].latent.shape[1] // PAGE)
+        pages = np.arange(padded) % (padded // multiple) * tiles
+        given = [dataclasses.replace(given[0], pages=place((pages[:, None] + np.arange(tiles)).astype(np.int32)))]
+
+        def in_pages(x):
+            x = np.pad(np.asarray(x), [(0, padded - count), (0, tiles * PAGE - x.shape[1]), (0, 0)])
+            return jax.device_put(x.reshape(-1, PAGE, x.shape[-1]), NamedSharding(engine.mesh, REQUESTS))
+
+        given.append(jax.tree.map(in_pages, cache))
+    run = compiled_forward(engine.model, engine.mesh, tuple(engine.rules.items()), taps, expanded, cache is not None)
     with jax.default_matmul_precision("highest"):
-        logits, output = run(engine.parameters["target"], *jax.tree.map(place, (rows, cache)))
+        logits, output = run(engine.parameters["target"], *given)
     return Forward(np.asarray(logits)[:count], jax.tree.map(lambda x: np.asarray(x)[:count], output))
 
 
@@ -170,3 +189,39 @@ def command(capsys, monkeypatch):
         return Ended(status, out, err)
 
     return run
+
+
+GREEDY = Sampling()
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """What requests got of programs: their texts, and the last that was told of them."""
+
+    texts: list[list[int]]
+    last: Progress
+
+
+def run_served(
+    engine: Engine, programs: Programs, prompts, limits, *, sampling=GREEDY, seed=0, samples=None, stop_ids=None
+) -> Served:
+    """Decodes prompts with programs of a test's own."""
+    count = len(prompts)
+    seeds = [seed] * count if isinstance(seed, int) else seed
+    requests = [
+        Request(ids, sampling, one, most, sample)
+        for ids, one, most, sample in zip(prompts, seeds, limits.of_each(count), samples or [0] * count, strict=True)
+    ]
+    shape = shape_of(programs, [*map(len, prompts)], limits.of_each(count), limits)
+    queue = Queue(Session(programs, engine.parameters, shape), rebalancer=engine.rebalancer)
+    texts, last = [[] for _ in prompts], None
+    for last in generate(queue, requests, engine.stop_ids if stop_ids is None else stop_ids):
+        for row, new in enumerate(last.new_tokens):
+            texts[row] += new
+    assert last is not None
+    return Served(texts, last)
+
+
+@pytest.fixture(scope="session")
+def served():
+    return run_served

@@ -11,14 +11,14 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
 
 from kimi_jax import tables
 from kimi_jax.commands.options import Count, Flag, Json, OptionalFile, OptionalFolder, SpeculationOptions, option, parse
-from kimi_jax.commands.progress import open_engine
+from kimi_jax.commands.progress import bar_on, open_engine
 from kimi_jax.generation_defaults import SAMPLING_FIELDS, new_tokens, sampling_fields
 from kimi_jax.opening import BUNDLED_CHECKPOINT, Opened
 from kimi_jax.prompts import Prompt, PromptError, encode, raw_texts, read_prompts
@@ -75,7 +75,8 @@ class Options(SpeculationOptions):
     min_p: Number = None
     """Leave out tokens below this fraction of the most likely token's probability; by default 0."""
     batch: Count = None
-    """Prompts decoded together; by default as many as fit in the GPUs' memory, 64 for each device group at most."""
+    """Prompts decoded together; the next one takes its slot as soon as one ends. By default as many as fit in the GPUs'
+    memory, 64 for each device group at most."""
     seed: int = 0
     """Same seed, same text, whatever the mesh and the batch (in float32)."""
     synthetic_acceptance: Annotated[float | None, option("TOKENS")] = None
@@ -96,6 +97,10 @@ class Options(SpeculationOptions):
     nothing. Prompts count as requests; their length is not known, so the cache is that of --explain-context tokens."""
     explain_context: int = 8192
     """Cached tokens of each request that --explain counts."""
+    lines: Annotated[Literal["order", "done"] | None, option("order|done")] = None
+    """Print one line of JSON for each prompt, in their order or as they end, and a last one with the summary."""
+    journal: OptionalFile = None
+    """File that remembers each answer as it ends: a run that was stopped goes on behind it with the same command."""
     verbose: Annotated[bool, option(aliases=["-v"])] = False
     """Also print how many drafts were accepted, what served each operation and why, and overflows of buffers."""
     json: Json = False
@@ -181,8 +186,8 @@ def check(options: Options, prompts: Sequence[Prompt]) -> None:
         raise ValueError("--save-placement keeps what --rebalance-every finds: give that too")
     for folder in filter(None, (options.xla_dump, options.trace)):
         require_folder(folder)
-    if options.save_placement is not None:
-        require_writable(options.save_placement)
+    for file in filter(None, (options.save_placement, options.journal)):
+        require_writable(file)
     if options.raw:
         raw_texts(prompts, options.system)
     for prompt in prompts:
@@ -193,7 +198,7 @@ def check(options: Options, prompts: Sequence[Prompt]) -> None:
 
 def main(options: Options) -> None:
     """Runs one batch."""
-    status = Console(stderr=True, quiet=options.json, soft_wrap=True)
+    status = Console(stderr=True, quiet=options.json or options.lines is not None, soft_wrap=True)
     drafter = options.used_drafter(status)
     if options.explain:
         explain_layout(options, drafter)
@@ -207,21 +212,83 @@ def main(options: Options) -> None:
         warning = f"synthetic acceptance {options.synthetic_acceptance}: THE TEXT IS MEANINGLESS, only speed counts"
         Console(stderr=True).print(warning, style="bold red")
 
+    from kimi_jax.decoding.generate import NonFiniteLogitsError
     from kimi_jax.profiling.live import Trace
 
     batch = batch_of(options, opened, prompts, drafter, status)
-    screen, trace = Screen(prompts, batch.readers), Trace(options.trace)
-    with status.status("compiling") as spinner:
-        for _ in batch:
-            spinner.stop()
-            trace.dispatched()
-            if not options.json:
-                screen.update()
+    answers = Answers(options, opened, batch)
+    todo = batch.only(answers.left)
+    screen, trace, failure = Screen(todo.prompts, todo.readers), Trace(options.trace), None
+    shows_texts = not (options.json or options.lines)
+    with bar_on(Console(stderr=True, quiet=shows_texts or len(prompts) == 1)) as bar:
+        task = bar.add_task("answered", total=len(prompts), completed=len(prompts) - len(answers.left))
+        try:
+            with status.status("compiling") as spinner:
+                for ended in todo:
+                    spinner.stop()
+                    trace.dispatched()
+                    for index in ended:
+                        answers.add(answers.left[index], todo.result(index))
+                    bar.update(task, advance=len(ended))
+                    if shows_texts:
+                        screen.update()
+        except NonFiniteLogitsError as error:
+            failure = error  # the others have their texts
     if options.trace is not None:
         status.print(trace.close(), style="dim", highlight=False)
-    summary = summarise(options, opened, batch, status)
-    if options.json:
-        print(as_json({"results": batch.results(), "summary": summary}))
+    summary = summarise(options, opened, todo, status) if answers.left else {"prompts": len(prompts)}
+    summary |= {"from_journal": len(prompts) - len(answers.left)} if options.journal else {}
+    if options.lines:
+        print(as_json({"summary": summary}), flush=True)
+    elif options.json:
+        print(as_json({"results": answers.results, "summary": summary}))
+    if failure is not None:
+        raise failure
+
+
+class Answers:
+    """What has come of the prompts, from this run and from earlier ones that a journal tells of."""
+
+    def __init__(self, options: Options, opened: Opened, batch: "Batch"):
+        from kimi_jax.decoding.journal import Journal
+        from kimi_jax.parallel import processes
+
+        self._lines, self._printed = options.lines, 0
+        self._found: dict[int, dict[str, Any]] = {}
+        self._journal: Journal | None = None
+        self._writes = processes.this().prints  # one of several processes
+        if options.journal is not None:
+            run = provenance(opened, batch.draft, options.seed)
+            decides = {name: run[name] for name in ("checkpoint", "dtype") if name in run}
+            how = {"raw": options.raw, "instant": options.instant, "synthetic": options.synthetic_acceptance}
+            self._journal = Journal(options.journal, decides | how)
+            pairs = zip(batch.prompts, batch.requests, strict=True)
+            self._keys = [self._journal.key(each, stop=prompt.wishes.stop, id=prompt.id) for prompt, each in pairs]
+            known = self._journal.results
+            self._found = {index: known[key] for index, key in enumerate(self._keys) if key in known}
+        self.left = [index for index in range(len(batch.prompts)) if index not in self._found]
+        """Prompts that are still to be answered."""
+        for index in [*self._found]:
+            self._show(index)
+
+    @property
+    def results(self) -> list[dict[str, Any]]:
+        """In the prompts' order."""
+        return [self._found[index] for index in sorted(self._found)]
+
+    def add(self, index: int, result: dict[str, Any]) -> None:
+        """Takes an answer, writes it down and prints it where lines are wanted."""
+        self._found[index] = result
+        if self._journal is not None and self._writes and result["finish_reason"] != "error":
+            self._journal.add(self._keys[index], result)
+        self._show(index)
+
+    def _show(self, index: int) -> None:
+        if self._lines == "done":
+            print(as_json({"index": index} | self._found[index]), flush=True)
+        while self._lines == "order" and self._printed in self._found:
+            print(as_json({"index": self._printed} | self._found[self._printed]), flush=True)
+            self._printed += 1
 
 
 def batch_of(
@@ -229,7 +296,7 @@ def batch_of(
 ) -> "Batch":
     """The prompts as requests, with what the checkpoint advises where neither they nor the options say."""
     from kimi_jax.decoding.batch import Batch
-    from kimi_jax.decoding.requests import Request
+    from kimi_jax.decoding.generate import Request
 
     engine, thinking = opened.engine, not options.instant
     defaults = sampling_fields(opened.folder)
@@ -255,12 +322,12 @@ def summarise(options: Options, opened: Opened, batch: "Batch", status: Console)
     from kimi_jax.parallel.eplb import save_placements
     from kimi_jax.profiling.live import dump_generation
 
-    engine, draft, sampling, limits, report = batch.engine, batch.draft, batch.sampling, batch.limits, batch.report
-    context, most, first = batch.context, limits.max_new_tokens, batch.ids[: batch.size]
+    engine, draft, sampling, report = batch.engine, batch.draft, batch.sampling, batch.report
+    context, most = batch.context, batch.most
     if options.xla_dump is not None:
         with status.status("compiling again for the dump"):
             dump_generation(
-                engine, opened.machine, opened.gpu.name, engine.next_programs(sampling, draft, first, limits),
+                engine, opened.machine, opened.gpu.name, engine.next_programs(draft, batch.size, context, most),
                 options.xla_dump, requests=batch.size, context=context, new_tokens=most,
             )  # fmt: skip
     picks = engine.picks(draft, batch.size, context + most)
@@ -275,12 +342,12 @@ def summarise(options: Options, opened: Opened, batch: "Batch", status: Console)
         summary["rebalancing"] = [dataclasses.asdict(move) for move in engine.rebalancer.moves]
         if options.save_placement is not None and processes.this().prints:
             save_placements(options.save_placement, list(engine.rebalancer.placements.values()))
-    automatic = engine.automatic(sampling, draft, batch.size, limits, context)
+    automatic = engine.automatic(draft, batch.size, context, most)
     if automatic is not None:
         summary["automatic_budget"] = automatic.as_dict()
     if options.time_parts:
         with status.status("timing the parts of a round"):
-            seconds = engine.part_seconds(first, limits, sampling, draft)
+            seconds = engine.part_seconds(batch.ids[: batch.size], most, draft)
         summary["round_seconds_by_part"] = seconds
         whole = sum(seconds.values())
         parts = ", ".join(f"{part} {time / whole:.0%}" for part, time in seconds.items())

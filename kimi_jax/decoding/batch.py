@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kimi_jax.decoding.engine import Draft, Engine
-from kimi_jax.decoding.generate import Limits
+from kimi_jax.decoding.generate import Request
 from kimi_jax.decoding.report import Report
-from kimi_jax.decoding.requests import Request, generate_all
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.prompts import Prompt
 from kimi_jax.text_output import Reader
@@ -25,6 +24,8 @@ class Batch:
     report: Report
     size: int
     """Prompts decoded together at most; the others wait for their turn."""
+    failed: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Prompts whose logits were not finite, and the positions."""
 
     @classmethod
     def of(
@@ -52,37 +53,48 @@ class Batch:
         return max(map(len, self.ids))
 
     @property
-    def limits(self) -> Limits:
+    def most(self) -> int:
         """New tokens of the request that wants most."""
-        return Limits(max_new_tokens=max(request.max_new_tokens for request in self.requests))
+        return max(request.max_new_tokens for request in self.requests)
 
     @property
     def sampling(self) -> Sampling:
         """The first request's."""
         return self.requests[0].sampling
 
-    def __iter__(self) -> Iterator[None]:
-        """Decodes, and stops after every dispatch; the readers have then what can be shown."""
-        for progress in generate_all(
-            self.engine, self.requests, self.draft, self.size, lambda at: self.readers[at].finished
-        ):
+    def only(self, indices: Sequence[int]) -> "Batch":
+        """Some of the prompts."""
+        kept = {name: [getattr(self, name)[at] for at in indices] for name in ("prompts", "requests", "readers")}
+        return dataclasses.replace(self, **kept, report=Report(len(indices)), size=min(self.size, len(indices)))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Decodes, and stops after every dispatch; the readers have then what can be shown. Yields who has ended.
+
+        Raises NonFiniteLogitsError as `Engine.serve`, at the end.
+        """
+        if not self.prompts:
+            return
+        serve = self.engine.serve(
+            self.requests, draft=self.draft, slots=self.size, ended=lambda at: self.readers[at].finished
+        )
+        for progress in serve:
+            self.failed.update(progress.failed)
+            before = [reader.finished for reader in self.readers]
             arrived = zip(self.readers, progress.new_tokens, progress.finished, strict=True)
             kept = [reader.push(new, finished) for reader, new, finished in arrived]
             self.report.add(dataclasses.replace(progress, new_tokens=kept))
-            yield
+            yield [at for at, reader in enumerate(self.readers) if reader.finished and not before[at]]
 
-    def results(self) -> list[dict[str, Any]]:
-        """One entry for each prompt, for JSON."""
-        return [
-            {
-                **({} if prompt.id is None else {"id": prompt.id}),
-                "prompt": prompt.text,
-                "prompt_tokens": len(request.ids),
-                "thinking": reader.response.thinking,
-                "text": reader.response.answer,
-                "tool_calls": [dataclasses.asdict(call) for call in reader.response.tool_calls],
-                "token_ids": reader.ids,
-                "finish_reason": reader.finish_reason,
-            }
-            for prompt, request, reader in zip(self.prompts, self.requests, self.readers, strict=True)
-        ]
+    def result(self, index: int) -> dict[str, Any]:
+        """What came of one prompt, for JSON."""
+        prompt, reader = self.prompts[index], self.readers[index]
+        return {
+            **({} if prompt.id is None else {"id": prompt.id}),
+            "prompt": prompt.text,
+            "prompt_tokens": len(self.requests[index].ids),
+            "thinking": reader.response.thinking,
+            "text": reader.response.answer,
+            "tool_calls": [dataclasses.asdict(call) for call in reader.response.tool_calls],
+            "token_ids": reader.ids,
+            "finish_reason": "error" if index in self.failed else reader.finish_reason,
+        }

@@ -10,18 +10,20 @@ they stand for GPUs.
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.attention import LatentAttention
-from kimi_jax.model.cache import Latents
 from kimi_jax.model.layers import GatedMLP, Linear
 from kimi_jax.model.moe import Experts, MixtureOfExperts
+from kimi_jax.model.pages import Latents
+from kimi_jax.model.rows import Rows, join, split
 from kimi_jax.model.transformer import DecoderLayer
 from kimi_jax.parameters import Parameters, Path, weight
 from kimi_jax.quantization import Int4Weight
@@ -90,27 +92,24 @@ class AbsorbedAttention(LatentAttention):
         }
 
     def __call__(
-        self,
-        x: Float[Array, "requests rows hidden"],
-        positions: Int[Array, "requests rows"],
-        cached: Latents,
-        lengths: Int[Array, " requests"],
-        ancestors: Bool[Array, "requests rows rows"],
-        expanded: bool | None = None,
-    ) -> tuple[Float[Array, "requests rows hidden"], Latents]:
+        self, x: Float[Array, "all_rows hidden"], groups: Sequence[Rows], cached: Latents, expanded: bool | None = None
+    ) -> tuple[Float[Array, "all_rows hidden"], list[Latents]]:
         """As `LatentAttention`, always in its absorbed form."""
-        cos, sin = turn = self.turn(positions)
         rank = self.config.kv_lora_rank
-        compressed, own = jnp.split(x @ self.a_proj[...], [self.config.q_lora_rank], axis=-1)
-        own = self.latents(own, turn)
-        q = self.q_a_layernorm(compressed) @ self.q_absorbed[...]
-        q = q.reshape(*x.shape[:-1], self.config.num_attention_heads, -1)
-        q_rope = self.rotate(q[..., rank:], cos[..., None, :], sin[..., None, :])
-        out, _ = tree_attention(
-            q[..., :rank], q_rope, *cached.paged(), lengths, own.latent, own.rope, ancestors,
-            scale=self.config.attention_scale,
-        )  # fmt: skip
-        return out.reshape(*x.shape[:-1], -1) @ self.o_absorbed[...], own
+        compressed, keys = jnp.split(x @ self.a_proj[...], [self.config.q_lora_rank], axis=-1)
+        queries = self.q_a_layernorm(compressed) @ self.q_absorbed[...]
+        outs, latents = [], []
+        for rows, q, own in zip(groups, split(queries, groups), split(keys, groups), strict=True):
+            cos, sin = turn = self.turn(rows.positions)
+            latents.append(self.latents(own, turn))
+            q = q.reshape(*q.shape[:-1], self.config.num_attention_heads, -1)
+            q_rope = self.rotate(q[..., rank:], cos[..., None, :], sin[..., None, :])
+            out, _ = tree_attention(
+                q[..., :rank], q_rope, cached.latent, cached.rope, rows.pages, rows.lengths, latents[-1].latent,
+                latents[-1].rope, rows.ancestors, scale=self.config.attention_scale,
+            )  # fmt: skip
+            outs.append(out.reshape(*out.shape[:2], -1))
+        return join(outs) @ self.o_absorbed[...], latents
 
 
 def cpu_form[M: nnx.Module](module: M, parameters: Parameters) -> tuple[M, Parameters]:

@@ -36,17 +36,22 @@ class DFlashContext:
         """Requests over dp and ep, key-value heads over tp."""
         return CONTEXT
 
-    def empty(self, requests: int, capacity: int, dtype: DTypeLike) -> Context:
+    def empty(self, slots: int, capacity: int, dtype: DTypeLike) -> Context:
         """Rings of the draft window, or of the whole text where that is less."""
         config = self.module.config
         config = dataclasses.replace(config, draft_window=min(config.draft_window, capacity))
-        return empty_context(config, requests, dtype, self.tp)
+        return empty_context(config, slots, dtype, self.tp)
 
     def extend(
-        self, context: Context, taps: list[Array], starts: Int[Array, " requests"], counts: Int[Array, " requests"]
+        self,
+        context: Context,
+        taps: list[Array],
+        starts: Int[Array, " requests"],
+        counts: Int[Array, " requests"],
+        slots: Int[Array, " requests"] | None = None,
     ) -> Context:
         """Fuses the taps and writes their keys and values into the rings."""
-        return self.module.extend_context(context, stack_taps(taps), starts, counts)
+        return self.module.extend_context(context, stack_taps(taps), starts, counts, slots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +101,7 @@ class DFlashDrafter:
 
     def _share(self, tree: DraftTree, state: DecodeState) -> DraftTree:
         """Cuts the trees to their shares of the running requests' common budget."""
-        active = ~state.finished
+        active = state.running
         with jax.named_scope("tree"):
             total = self.budget * all_reduce(active.sum(), "ep")
             return jax.vmap(truncate)(tree, share_nodes(tree.cum_log_probs, active, total))

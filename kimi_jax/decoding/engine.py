@@ -23,11 +23,22 @@ from kimi_jax.decoding.conversation import Answer, ChatOptions, Messages, Text, 
 from kimi_jax.decoding.cpu_form import cpu_form
 from kimi_jax.decoding.dflash_drafter import DFlashContext, DFlashDrafter
 from kimi_jax.decoding.forcing import force, logits_of
-from kimi_jax.decoding.generate import Limits, Progress, generate, one_each, token_rows
+from kimi_jax.decoding.generate import (
+    Limits,
+    Progress,
+    Request,
+    check_prompts,
+    generate,
+    one_each,
+    shape_of,
+    token_rows,
+)
 from kimi_jax.decoding.kernels import Pick, picks
 from kimi_jax.decoding.programs import Programs
+from kimi_jax.decoding.queue import Queue
 from kimi_jax.decoding.rebalance import Rebalancer
-from kimi_jax.decoding.sampling import Sampling
+from kimi_jax.decoding.sampling import Draws, Sampling
+from kimi_jax.decoding.session import Session
 from kimi_jax.decoding.speculation import PLAIN, Draft, Drafter, Speculation
 from kimi_jax.decoding.timing import measure_rounds, part_seconds
 from kimi_jax.drafter.config import DrafterConfig
@@ -52,6 +63,8 @@ STOP_TOKENS = ("<|im_end|>", "[EOS]")
 Costs = Callable[[int, int], RoundCosts]
 """Requests of a batch, over the whole mesh, and cached positions of each, to what a round costs by its rows."""
 
+
+DEFAULT_LIMITS = Limits()
 
 MOST_NODES = ROW_COUNTS[-1] - 1
 """Tree nodes that `auto` chooses at most."""
@@ -98,71 +111,66 @@ class Engine:
         return known if known < self.config.vocab_size else None
 
     @functools.cached_property
-    def _programs(self) -> dict[tuple[Sampling, Draft], Programs]:
+    def _programs(self) -> dict[Draft, Programs]:
         return {}
 
     @functools.cached_property
-    def _automatic(self) -> dict[tuple[Sampling, Draft, int], AutomaticBudget]:
+    def _automatic(self) -> dict[tuple[Draft, int], AutomaticBudget]:
         return {}
 
-    def programs(self, sampling: Sampling, draft: Draft = PLAIN) -> Programs:
-        """The programs for one way of sampling and drafting, compiled once.
+    def programs(self, draft: Draft = PLAIN) -> Programs:
+        """The programs for one way of drafting, compiled once: for greedy requests; `drawing` gives those for others.
 
         With an automatic budget they draft nothing by themselves: `with_rows` gives those that do.
 
         Raises:
           ValueError: drafting without a drafter.
         """
-        key = (sampling, draft)
-        if key not in self._programs:
-            self._programs[key] = Programs(
-                self.model, self.mesh, self.rules, sampling, self.stop_ids, self.dtype, self._speculation(draft),
+        if draft not in self._programs:
+            self._programs[draft] = Programs(
+                self.model, self.mesh, self.rules, Draws(), self.dtype, self._speculation(draft),
                 experts_move=self.rebalancer is not None,
                 exchange_may_overflow=may_overflow(self.layout),
                 known_ids=self.known_ids,
+                ends_early=self.mesh.devices.flat[0].platform == "cpu",
             )  # fmt: skip
-        return self._programs[key]
+        return self._programs[draft]
 
-    def automatic(
-        self, sampling: Sampling, draft: Draft, requests: int, limits: Limits, longest: int
-    ) -> AutomaticBudget | None:
+    def automatic(self, draft: Draft, requests: int, longest: int, most: int) -> AutomaticBudget | None:
         """What picks the rows of every dispatch; None where the budget is fixed.
 
-        It is kept while the engine is open, one for each number of requests, with the costs of its first call: those
+        It is kept while the engine is open, one for each number of slots, with the costs of its first call: those
         the engine has, or measured now.
 
         Args:
-          longest: tokens of the longest prompt.
+          requests: at work at the same time, over the whole mesh.
+          longest, most: tokens of the longest prompt and of the longest answer.
         """
         if draft.kind != "ddtree" or draft.budget != "auto":
             return None
         assert self.drafter is not None
-        key = (sampling, draft, requests)
+        key = (draft, requests)
         if key not in self._automatic:
-            programs = self.programs(sampling, draft)
             if self.costs is not None:
-                costs = self.costs(requests, longest + limits.max_new_tokens)
+                costs = self.costs(requests, longest + most)
             else:
-                costs = measure_rounds(self.programs(sampling), programs, self.parameters, requests, longest, limits)
+                plain, drafting = self.programs(), self.programs(draft)
+                costs = measure_rounds(plain, drafting, self.parameters, requests, longest, most)
             config = self.drafter.config
             self._automatic[key] = AutomaticBudget(costs, config.block_size, config.acceptance_length)
         return self._automatic[key]
 
-    def begin(
-        self, sampling: Sampling, draft: Draft, requests: int, limits: Limits, longest: int
-    ) -> tuple[Programs, AutomaticBudget | None]:
-        """The programs of a new batch, and what picks their rows; plain ones where drafts are not expected to pay."""
-        automatic = self.automatic(sampling, draft, requests, limits, longest)
+    def begin(self, draft: Draft, requests: int, longest: int, most: int) -> tuple[Programs, AutomaticBudget | None]:
+        """The programs of new slots, and what picks their rows; plain ones where drafts are not expected to pay."""
+        automatic = self.automatic(draft, requests, longest, most)
         if automatic is not None and not automatic.begin():
-            return self.programs(sampling), None
-        return self.programs(sampling, draft), automatic
+            return self.programs(), None
+        return self.programs(draft), automatic
 
-    def next_programs(
-        self, sampling: Sampling, draft: Draft, prompts: Sequence[Sequence[int]], limits: Limits
-    ) -> Programs:
-        """The programs that a dispatch for these prompts would run now: those of the rows an automatic budget picks."""
-        programs = self.programs(sampling, draft)
-        automatic = self.automatic(sampling, draft, len(prompts), limits, max(map(len, prompts)))
+    def next_programs(self, draft: Draft, requests: int, longest: int, most: int) -> Programs:
+        """The programs that a dispatch would run now: those of the rows an automatic budget picks."""
+        automatic = self.automatic(draft, requests, longest, most)
+        programs = self.programs(draft)
         return programs if automatic is None else programs.with_rows(automatic.next(1)[0])
 
     def _speculation(self, draft: Draft) -> Speculation:
@@ -181,24 +189,55 @@ class Engine:
         draft: Draft = PLAIN,
         samples: Sequence[int] | None = None,
     ) -> Iterator[Progress]:
-        """Decodes a batch of prompts given as ids, with one seed or one for each; see `decoding.generate`.
+        """Decodes prompts given as ids together, with one seed or one for each; see `serve`.
 
-        All processes call it alike. Raises ValueError naming those with other arguments than process 0.
+        Args:
+          samples: number of each prompt among those that share its seed; 0 by default, so equal prompts with equal
+            seeds get equal texts.
         """
         prompts = token_rows(prompts)
-        seeds = one_each("seeds", seed, len(prompts))
-        ways = (self.layout, np.dtype(self.dtype).name, limits, sampling, seeds, samples, draft)
-        require_agreement("prompts or options", (prompts, *ways))
-        # On GPUs float32 matrix products would be rounded to TF32 otherwise; bfloat16 ones do not change.
-        with jax.default_matmul_precision("highest"):
-            longest = max(map(len, prompts), default=1)
-            programs, automatic = self.begin(sampling, draft, len(prompts), limits, longest)
-            for progress in generate(
-                programs, self.parameters, prompts, limits, seeds, self.rebalancer, samples, automatic
-            ):
-                if self.watchdog is not None:
-                    self.watchdog.beat()
-                yield progress
+        each = zip(
+            prompts,
+            one_each("seeds", seed, len(prompts)),
+            limits.of_each(len(prompts)),
+            one_each("samples", 0 if samples is None else samples, len(prompts)),
+            strict=True,
+        )
+        requests = [Request(ids, sampling, seed, most, sample) for ids, seed, most, sample in each]
+        return self.serve(requests, limits, draft)
+
+    def serve(
+        self,
+        requests: Sequence[Request],
+        limits: Limits = DEFAULT_LIMITS,
+        draft: Draft = PLAIN,
+        slots: int | None = None,
+        ended: Callable[[int], bool] = lambda index: False,
+    ) -> Iterator[Progress]:
+        """Decodes requests of any number: as many at a time as there are slots, the others as slots become free.
+
+        All processes call it alike.
+
+        Args:
+          limits: sizes of dispatches; the requests' own limits count.
+          slots: requests at work at the same time, over the whole mesh; by default all.
+          ended: whether the host has ended a request's text; see `generate.generate`.
+
+        Raises:
+          ValueError: an empty prompt, ids that are no integers or outside the vocabulary, more positions than the model
+            has, a seed that does not fit 64 bits, or processes with other arguments than process 0, which it names.
+          NonFiniteLogitsError: at the end, naming the requests and the positions.
+        """
+        ways = (self.layout, np.dtype(self.dtype).name, limits, draft, slots)
+        require_agreement("prompts or options", (requests, *ways))
+        prompts, most = [each.ids for each in requests], [each.max_new_tokens for each in requests]
+        check_prompts(prompts, self.config.vocab_size, self.config.max_position_embeddings, most)
+        longest = max(map(len, prompts))
+        programs, automatic = self.begin(draft, min(slots or len(requests), len(requests)), longest, max(most))
+        shape = shape_of(programs, [*map(len, prompts)], most, limits, slots)
+        beat = (lambda: None) if self.watchdog is None else self.watchdog.beat
+        queue = Queue(Session(programs, self.parameters, shape), automatic, self.rebalancer, beat)
+        yield from generate(queue, requests, self.stop_ids, ended)
 
     @property
     def default_draft(self) -> Draft:
@@ -271,13 +310,11 @@ class Engine:
             requests=requests, rows=rows, capacity=capacity,
         )  # fmt: skip
 
-    def part_seconds(
-        self, prompts: Sequence[Sequence[int]], limits: Limits, sampling: Sampling, draft: Draft = PLAIN
-    ) -> dict[str, float]:
-        """Seconds of a round by part; see `decoding.timing`."""
-        programs = self.next_programs(sampling, draft, prompts, limits)
+    def part_seconds(self, prompts: Sequence[Sequence[int]], most: int, draft: Draft = PLAIN) -> dict[str, float]:
+        """Seconds of a round by part, with answers of at most so many tokens; see `decoding.timing`."""
+        programs = self.next_programs(draft, len(prompts), max(map(len, prompts)), most)
         with jax.default_matmul_precision("highest"):
-            return part_seconds(programs, self.parameters, prompts, limits)
+            return part_seconds(programs, self.parameters, prompts, most)
 
 
 def _dflash(engine: Engine, draft: Draft) -> DFlashDrafter:

@@ -14,11 +14,12 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.decoding.programs import BATCH_AXES
-from kimi_jax.decoding.sampling import Sampling, next_tokens
-from kimi_jax.model.cache import Cache, commit, empty_cache
-from kimi_jax.model.transformer import CausalLM, Output, causal_rows
+from kimi_jax.decoding.sampling import log_probabilities, most_likely
+from kimi_jax.model.pages import Cache, commit, empty_cache, places_of
+from kimi_jax.model.rows import causal_rows
+from kimi_jax.model.transformer import CausalLM, Output
 from kimi_jax.parallel import host_arrays
-from kimi_jax.parallel.collectives import all_gather, all_reduce, axis_index
+from kimi_jax.parallel.collectives import all_gather
 from kimi_jax.parallel.sharding import REQUESTS, cache_axis, cache_multiple, cache_spec
 from kimi_jax.parameters import Parameters, bind, specs
 
@@ -85,7 +86,8 @@ def force(
     lengths = [len(ids) for ids in inputs]
     longest = max(length, *lengths, SMALLEST_LENGTH)
     chunk = min(chunk, 1 << (longest - 1).bit_length())
-    cached = math.lcm(chunk, cache_multiple(engine.rules, engine.mesh.shape))
+    page = cache_multiple(engine.rules, engine.mesh.shape)
+    cached = math.lcm(chunk, page)
     capacity = -(-longest // cached) * cached
     groups = engine.layout.groups
     requests = -(-max(requests, len(inputs)) // groups) * groups
@@ -99,7 +101,8 @@ def force(
     tokens, wanted = padded(inputs), padded(targets or [])
     places = tuple(engine.rules.items())
     step = _step(engine.model, engine.mesh, places, read, tap_layers)
-    cache = _start(engine.config, engine.mesh, places, requests, capacity, np.dtype(engine.dtype))()
+    tiles = capacity // page
+    cache = _start(engine.config, engine.mesh, places, requests * tiles, np.dtype(engine.dtype))()
     ends = np.zeros(requests, np.int32)
     ends[: len(inputs)] = lengths
     for first in range(0, max(lengths), chunk):
@@ -119,11 +122,10 @@ def force(
 
 
 @functools.cache
-def _start(
-    config: ModelConfig, mesh: Mesh, rules: tuple[Any, ...], requests: int, capacity: int, dtype: np.dtype
-) -> Callable[[], Cache]:
+def _start(config: ModelConfig, mesh: Mesh, rules: tuple[Any, ...], pages: int, dtype: np.dtype) -> Callable[[], Cache]:
     """Makes an empty cache."""
-    make = functools.partial(empty_cache, config, requests, capacity, dtype, cache_axis(dict(rules)))
+    axis = cache_axis(dict(rules))
+    make = functools.partial(empty_cache, config, pages, dtype, axis, 1 if axis is None else mesh.shape[axis])
     return jax.jit(make, out_shardings=NamedSharding(mesh, cache_spec(dict(rules))))
 
 
@@ -137,9 +139,12 @@ def _step(
         parameters: Parameters, cache: Cache, lengths: Array, counts: Array, tokens: Array, targets: Array
     ) -> tuple[Cache, PyTree]:
         bound = bind(model, parameters)
-        output = bound.model(causal_rows(tokens, lengths, counts), cache, tap_layers)
+        tiles = cache[0].latent.shape[0] // len(lengths)  # each request has pages of its own, in order
+        pages = jnp.arange(len(lengths) * tiles, dtype=jnp.int32).reshape(len(lengths), tiles)
+        output = bound.model(causal_rows(tokens, lengths, counts, pages), cache, tap_layers)
         kept = jax.tree.map(lambda x: all_gather(x, BATCH_AXES), read(bound, output, targets))
-        return commit(cache, output.latents, lengths), kept
+        places = places_of(cache, pages, lengths, counts, tokens.shape[1])
+        return commit(cache, [output.latents], [places]), kept
 
     cache_places = cache_spec(dict(rules))
     in_specs = (specs(model, dict(rules)), cache_places, *[REQUESTS] * 4)
@@ -156,19 +161,10 @@ def logits_of(model: CausalLM, output: Output, targets: Array) -> Float[Array, "
 def scores_of(
     model: CausalLM, output: Output, targets: Int[Array, "requests rows"]
 ) -> tuple[Float[Array, "requests rows"], Bool[Array, "requests rows"]]:
-    """Keeps each target's natural log-probability and whether it is the most likely token.
-
-    The vocabulary stays where it lies: three numbers a row and tp rank travel, never its logits.
-    """
+    """Keeps each target's natural log-probability and whether it is the most likely token."""
     logits = model.logits(output.hidden)
-    size = logits.shape[-1]
-    greedy, _ = next_tokens(logits, targets, jnp.zeros((targets.shape[0], 2), jnp.uint32), Sampling())
-    parts = all_gather(jax.nn.logsumexp(logits, axis=-1, keepdims=True), "tp", dimension=2)
-    local = targets - axis_index("tp") * size
-    own = (local >= 0) & (local < size)
-    chosen = jnp.take_along_axis(logits, jnp.clip(local, 0, size - 1)[..., None], axis=-1)[..., 0]
-    chosen = all_reduce(jnp.where(own, chosen, 0.0), "tp")
-    return chosen - jax.nn.logsumexp(parts, axis=-1), greedy == targets
+    greedy, _ = most_likely(logits)
+    return log_probabilities(logits, targets)[0], greedy == targets
 
 
 @dataclasses.dataclass(frozen=True)

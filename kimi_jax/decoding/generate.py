@@ -1,22 +1,19 @@
-"""The host's part of decoding: batches of prompts in, tokens out between dispatches."""
+"""The host's part of decoding: requests in, tokens out between dispatches."""
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
-import jax
 import numpy as np
-from jaxtyping import Array, UInt32
+from jaxtyping import Int
 
-from kimi_jax.decoding.automatic import AutomaticBudget
 from kimi_jax.decoding.programs import Programs
-from kimi_jax.decoding.rebalance import Rebalancer
-from kimi_jax.decoding.sampling import request_keys
-from kimi_jax.decoding.state import FINE, DecodeState, Snapshot
-from kimi_jax.parallel import host_arrays
-from kimi_jax.parallel.sharding import REQUESTS
-from kimi_jax.parameters import Parameters
+from kimi_jax.decoding.queue import Queue
+from kimi_jax.decoding.sampling import Sampling, request_keys
+from kimi_jax.decoding.state import Snapshot
+from kimi_jax.serving import plan
+from kimi_jax.serving.events import Event
 
 SMALLEST_CHUNK = 16
 
@@ -26,29 +23,74 @@ class NonFiniteLogitsError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt and how its answer is drawn."""
+
+    ids: Sequence[int]
+    sampling: Sampling
+    seed: int
+    max_new_tokens: int
+    sample: int = 0
+    """Number among the requests that share a seed: each has noise of its own."""
+    stop_ids: tuple[int, ...] | None = None
+    """Tokens that end the text; by default the checkpoint's."""
+    min_tokens: int = 0
+    """Tokens of the text before which none of them is drawn."""
+
+
+@dataclasses.dataclass
+class Counts:
+    """What the device has counted, as NumPy arrays over all requests in their order."""
+
+    round_tokens: Int[np.ndarray, "requests steps"]
+    """[n]: rounds that put more than n tokens into the text."""
+    hits: Int[np.ndarray, "requests depth"]
+    """[d]: rounds whose draft of depth d + 1 the target would have written too, be it behind the end of the text."""
+    nodes: Int[np.ndarray, " requests"]
+    """Draft tree nodes verified, over all rounds."""
+    rounds_run: int = 0
+    """Rounds of the whole engine, one counting once for all its requests."""
+    slot_rounds: int = 0
+    """Slots whose texts they went on with, added up over the rounds."""
+    seen: dict[tuple[str, int], np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
+    """What the last dispatch told of each request."""
+    exchanges: int | None = None
+    """Exchanges through bounded buffers; None where there are none."""
+    overflows: int | None = None
+    """Those among them that took the exact path."""
+
+    @property
+    def rounds(self) -> Int[np.ndarray, " requests"]:
+        """Rounds in which the request was running: each gives a token at least."""
+        return self.round_tokens[:, 0]
+
+
+@dataclasses.dataclass(frozen=True)
 class Progress:
     """What one dispatch brought."""
 
     new_tokens: list[list[int]]
-    """For each prompt its new ones, in order; the last one of a text may be a stop token."""
+    """For each request its new ones, in order; the last one of a text may be a stop token."""
     finished: list[bool]
     seconds: float
     """Since generation started."""
-    snapshot: Snapshot
-    """Everything the device reported, as NumPy arrays over all prompts."""
+    counts: Counts
+    """Everything counted so far. It goes on with generation."""
+    failed: dict[int, int]
+    """Requests whose logits were not finite, and the positions. It goes on with generation."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Shapes and batch sizes of a generation that a user may set."""
+    """Sizes of a generation that a user may set."""
 
     max_new_tokens: int = 128
     prefill_chunk: int = 512
-    """Prompt tokens a prefill step runs for each request."""
+    """Prompt tokens that a chunk runs at most, of one prompt or of several; on CPUs of each prompt."""
     rounds_per_dispatch: int = 8
-    """Rounds the device runs before the host looks; the first dispatch runs one, so that text starts early."""
+    """Rounds the device runs before the host looks, at most; one while requests wait."""
     least_capacity: int = 1
-    """Cached positions to provide for each request at least: batches that give the same share compiled programs."""
+    """Tokens to provide for each request at least: calls that give the same share compiled programs."""
     each: tuple[int, ...] | None = None
     """New tokens of each prompt at most, where they differ; none exceeds max_new_tokens."""
 
@@ -65,131 +107,117 @@ class Limits:
         return one_each("limits", self.max_new_tokens if self.each is None else self.each, prompts)
 
 
-def generate(
-    programs: Programs,
-    parameters: Parameters,
-    prompts: Sequence[Sequence[int]],
-    limits: Limits,
-    seed: int | Sequence[int] = 0,
-    rebalancer: Rebalancer | None = None,
-    samples: Sequence[int] | None = None,
-    automatic: AutomaticBudget | None = None,
-) -> Iterator[Progress]:
-    """Decodes a batch of prompts of any lengths, yielding after every dispatch. A stop token is the last of its text.
-
-    A rebalancer moves experts between dispatches, in the arrays that `parameters` holds.
+def shape_of(
+    programs: Programs, prompts: Sequence[int], most: Sequence[int], limits: Limits, slots: int | None = None
+) -> plan.Shape:
+    """Slots and pages for requests whose prompts have so many tokens, and answers at most so many.
 
     Args:
-      prompts: token ids, as lists or integer arrays.
-      seed: of all prompts, or one for each. What is sampled for a prompt depends on its own seed and sample number.
-      samples: number of each prompt among those that share its seed; 0 by default, so equal prompts with equal seeds
-        get equal texts.
-      automatic: picks the rows that each dispatch verifies; without it they are those of the programs.
-
-    Raises:
-      ValueError: an empty prompt, ids that are no integers or outside the vocabulary, more positions than the model
-        has, or a seed that does not fit 64 bits.
-      NonFiniteLogitsError: naming the prompt and the position.
+      slots: requests at work at the same time, over the whole mesh; by default all of them.
     """
-    started = time.perf_counter()
-    parameters = {name: parameters[name] for name in programs.needs}
-    state = prefill(programs, parameters, prompts, limits, seed, samples)
-    seen, wanted, done = [0] * len(prompts), 1, False
-    snapshot = None
-    if rebalancer is not None:
-        rebalancer.begin()
-    while not done:
-        state, snapshot = dispatch(programs, parameters, state, wanted, automatic, snapshot)
-        snapshot = jax.tree.map(lambda x: x[: len(prompts)] if x.ndim else x, snapshot)
-        _raise_if_failed(snapshot)
-        ends = snapshot.counts.tolist()
-        new = [snapshot.emitted[row, seen[row] : end].tolist() for row, end in enumerate(ends)]
-        finished = snapshot.finished.tolist()
-        seen, wanted, done = ends, limits.rounds_per_dispatch, all(finished)
-        yield Progress(new, finished, time.perf_counter() - started, snapshot)
-        if rebalancer is not None and not done:
-            longest = int(snapshot.rounds.max())
-            state = rebalancer.after(longest, parameters, state)
-            wanted = min(wanted, rebalancer.rounds_left(longest))
-
-
-def dispatch(
-    programs: Programs, parameters: Parameters, state: DecodeState, rounds: int,
-    automatic: AutomaticBudget | None, before: Snapshot | None,
-) -> tuple[DecodeState, Snapshot]:  # fmt: skip
-    """Runs up to so many rounds and reads what came, as NumPy arrays.
-
-    With an automatic budget they have the rows it picks, and it learns from what came since `before`, the snapshot of
-    the dispatch before this one.
-    """
-    if automatic is None:
-        state, snapshot = programs.decode(parameters, state, np.int32(rounds))
-        return state, jax.tree.map(np.asarray, snapshot)
-    rows, rounds = automatic.next(rounds)
-    state, snapshot = programs.with_rows(rows).decode(parameters, state, np.int32(rounds))
-    snapshot = jax.tree.map(np.asarray, snapshot)
-    ended = np.zeros(2, int) if before is None else _rounds_and_tokens(before)
-    automatic.observe(rows, *(_rounds_and_tokens(snapshot) - ended).tolist())
-    return state, snapshot
-
-
-def _rounds_and_tokens(snapshot: Snapshot) -> np.ndarray:
-    """Rounds run so far and tokens that they emitted, over all requests."""
-    return np.array([snapshot.rounds.sum(), snapshot.round_tokens.sum()])
-
-
-def prefill(
-    programs: Programs,
-    parameters: Parameters,
-    prompts: Sequence[Sequence[int]],
-    limits: Limits,
-    seed: int | Sequence[int] = 0,
-    samples: Sequence[int] | None = None,
-) -> DecodeState:
-    """The state after all prompts have been run: their first tokens are drawn, none is emitted.
-
-    Raises ValueError as `generate` does.
-    """
-    config = programs.model.config
-    prompts = token_rows(prompts)
-    most = limits.of_each(len(prompts))
-    check_prompts(prompts, config.vocab_size, config.max_position_embeddings, most)
-    multiple = programs.request_multiple
-    requests = -(-len(prompts) // multiple) * multiple
-    longest = max(map(len, prompts))
+    longest = max(prompts)
+    capacity = max(max(map(sum, zip(prompts, most, strict=True))), limits.least_capacity)
+    tiles = -(-capacity // programs.page_tokens)
+    each = -(-(slots or len(prompts)) // programs.groups)
     chunk = chunk_rows(longest, limits)
-    empty = requests - len(prompts)
-    padded = [*prompts, *[[] for _ in range(empty)]]
-    seeds, numbers = (
-        one_each("seeds", seed, len(prompts)),
-        one_each("samples", 0 if samples is None else samples, len(prompts)),
+    # Prompts that all come at once run together; later ones come one by one, and idle lanes cost what busy ones do.
+    all_at_once = programs.ends_early and len(prompts) <= each * programs.groups
+    lanes = each if all_at_once else min(each, max(1, limits.prefill_chunk // chunk))
+    return plan.Shape(
+        groups=programs.groups,
+        slots_per_group=each,
+        pages=each * tiles,
+        page_tokens=programs.page_tokens,
+        tiles=tiles,
+        lanes=lanes,
+        chunk=chunk,
+        depth=programs.speculation.max_depth,
+        rounds=tuple(sorted({1, min(2, limits.rounds_per_dispatch), limits.rounds_per_dispatch})),
+        admissions=lanes,  # each has a lane from the start
+        until_one_ends=programs.ends_early,
+        ahead=0 if programs.ends_early else 1,
     )
 
-    def place(values: np.ndarray) -> Array:
-        return host_arrays.place(values, programs.mesh, REQUESTS)
 
-    keys = request_keys([*seeds, *[0] * empty], [*numbers, *[0] * empty])
-    state = start(programs, keys, [*most, *[0] * empty], longest, limits)
-    for first in range(0, longest, chunk):
-        tokens = np.zeros((requests, chunk), np.int32)
-        counts = np.zeros(requests, np.int32)
-        for row, prompt in enumerate(padded):
-            part = prompt[first : first + chunk]
-            tokens[row, : len(part)] = part
-            counts[row] = len(part)
-        state = programs.prefill(parameters, state, place(tokens), place(counts))
-
-    return state
+def settings_of(requests: Sequence[Request], stop_ids: tuple[int, ...]) -> list[plan.Settings]:
+    """How each request's tokens are drawn, as plans carry it; `stop_ids` are those of requests that name none."""
+    keys = request_keys([each.seed for each in requests], [each.sample for each in requests])
+    return [
+        plan.Settings(
+            **dataclasses.asdict(each.sampling),
+            key=(key[0], key[1]),
+            stop_ids=stop_ids if each.stop_ids is None else each.stop_ids,
+            min_tokens=each.min_tokens,
+        )
+        for each, key in zip(requests, keys.tolist(), strict=True)
+    ]
 
 
-def start(
-    programs: Programs, keys: UInt32[np.ndarray, "requests 2"], budgets: Sequence[int], longest: int, limits: Limits
-) -> DecodeState:
-    """The state before anything has run, for prompts of at most `longest` tokens; `budgets` limits their new ones."""
-    steps = programs.speculation.max_depth + 1
-    capacity = _round_up(max(longest + limits.max_new_tokens + steps, limits.least_capacity), programs.cache_multiple)
-    placed = (host_arrays.place(x, programs.mesh, REQUESTS) for x in (keys, np.asarray(budgets, np.int32)))
-    return programs.start(*placed, capacity=capacity, max_new_tokens=limits.max_new_tokens)
+def generate(
+    queue: Queue,
+    requests: Sequence[Request],
+    stop_ids: tuple[int, ...],
+    ended: Callable[[int], bool] = lambda index: False,
+) -> Iterator[Progress]:
+    """Decodes requests of any lengths, yielding whenever some of them have new tokens or have ended.
+
+    A stop token is the last of its text.
+
+    Args:
+      queue: with nothing in it; it is emptied at the end, and when the iterator is dropped.
+      stop_ids: of requests that name none.
+      ended: whether the host has ended a request's text; it is asked after every yield. What still comes for such a
+        request is dropped.
+
+    Raises:
+      NonFiniteLogitsError: at the end, when all others have their texts, naming the requests and their positions.
+    """
+    started, count = time.perf_counter(), len(requests)
+    for index, (each, settings) in enumerate(zip(requests, settings_of(requests, stop_ids), strict=True)):
+        queue.submit(plan.Request(str(index), tuple(each.ids), each.max_new_tokens, settings))
+    steps, finished = queue.session.programs.steps, [False] * count
+    counts = Counts(np.zeros((count, steps), int), np.zeros((count, steps - 1), int), np.zeros(count, int))
+    failed: dict[int, int] = {}
+    try:
+        while not queue.idle:
+            new: list[list[int]] = [[] for _ in requests]
+            events = queue.step()
+            for event, snapshot in events:
+                index = int(event.id)
+                new[index] += event.tokens
+                finished[index] = event.reason is not None
+                _count(counts, index, event, snapshot)
+                if event.reason == "error":
+                    failed[index] = event.failed
+            if events:
+                snapshot = events[-1][1]
+                counts.rounds_run, counts.slot_rounds = queue.rounds, queue.slot_rounds
+                if queue.session.programs.exchange_may_overflow:
+                    now = np.array([snapshot.exchanges[0], snapshot.overflows[0]])
+                    counts.exchanges, counts.overflows = now.tolist()
+                yield Progress(new, list(finished), time.perf_counter() - started, counts, failed)
+            for index in range(count):
+                if not finished[index] and ended(index):
+                    queue.cancel(str(index), "stop")
+                    finished[index] = True
+    finally:
+        queue.close()
+    if failed:
+        each = "; ".join(f"prompt {index + 1}: behind position {at}" for index, at in sorted(failed.items()))
+        raise NonFiniteLogitsError(
+            f"the logits are not finite ({each}); check the checkpoint (scripts/evaluate.py logits) and the kernels in "
+            "use"
+        )
+
+
+def _count(counts: Counts, index: int, event: Event, snapshot: Snapshot) -> None:
+    """Takes over what the device has counted of a request."""
+    for name in ("round_tokens", "hits", "nodes"):
+        now = np.array(getattr(snapshot, name)[event.slot])
+        totals, seen = getattr(counts, name), counts.seen.get((name, index), 0)
+        # A request that was preempted is counted from 0 again.
+        totals[index] += now - (seen if np.all(now >= seen) else 0)
+        counts.seen[name, index] = now
 
 
 def token_rows(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -229,20 +257,6 @@ def check_prompts(
             )
 
 
-def _raise_if_failed(snapshot: Snapshot) -> None:
-    failed = np.flatnonzero(snapshot.failed != FINE)
-    if failed.size:
-        prompt = int(failed[0])
-        raise NonFiniteLogitsError(
-            f"prompt {prompt + 1}: the logits behind position {int(snapshot.failed[prompt])} are not finite; "
-            "check the checkpoint (scripts/evaluate.py logits) and the kernels in use"
-        )
-
-
 def chunk_rows(longest: int, limits: Limits) -> int:
     """Rows of each request in a prefill step, for prompts of at most `longest` tokens: a power of two, or the limit."""
     return min(limits.prefill_chunk, max(SMALLEST_CHUNK, 1 << (longest - 1).bit_length()))
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple

@@ -1,10 +1,7 @@
-"""The compiled programs of decoding: prefill of a chunk, and many rounds in one dispatch.
+"""The compiled programs of decoding: requests come into slots, chunks of their prompts run, and rounds write on.
 
 Each is one `shard_map` over the whole mesh inside one `jit`, with the state donated: no collective is added by the
-compiler, no weight or cache is copied, and the host is asked nothing between the first round and the last.
-
-A round drafts a tree, verifies all its rows in one forward of the target, walks the tree along the target's own
-tokens, and commits the accepted path. Without a drafter the tree is its root: that is plain decoding.
+compiler, no weight and no page is copied, and the host is asked nothing between the first round and the last.
 """
 
 import dataclasses
@@ -14,48 +11,45 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 
-from kimi_jax.ddtree.acceptance import Acceptance, emit
-from kimi_jax.ddtree.tree import DraftTree
-from kimi_jax.decoding.sampling import Sampling, next_tokens, only_known
+from kimi_jax.decoding.sampling import Draws
 from kimi_jax.decoding.speculation import Speculation
-from kimi_jax.decoding.state import FINE, Counters, DecodeState, Snapshot, initial_state
-from kimi_jax.model.cache import Latents, commit
+from kimi_jax.decoding.state import (
+    Admissions,
+    Columns,
+    Counters,
+    DecodeState,
+    Dispatch,
+    Fresh,
+    Lanes,
+    Top,
+    admit,
+    first_slots,
+    initial_state,
+    with_first_slots,
+)
+from kimi_jax.decoding.step import TOP, Step
 from kimi_jax.model.moe import MixtureOfExperts
-from kimi_jax.model.transformer import CausalLM, Output, Rows, causal_rows
+from kimi_jax.model.transformer import CausalLM
 from kimi_jax.parallel.collectives import all_gather, all_reduce, axis_size
-from kimi_jax.parallel.counters import counting
 from kimi_jax.parallel.sharding import REQUESTS, cache_axis, cache_multiple, cache_spec
 from kimi_jax.parameters import Parameters, Rules, bind, specs
 from meshes.presets import AXES
+from pallas_kernels.tree_attention import PAGE
 
 REPLICATED = PartitionSpec()
 BATCH_AXES = ("dp", "ep")
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Verified:
-    """What the target says of a draft tree; shapes depend on the tree's depth, not on its rows."""
-
-    acceptance: Acceptance
-    """Batched over requests."""
-    latents: list[Latents]
-    """Of the rows on the accepted path, in order; what follows the path is arbitrary."""
-    taps: list[Float[Array, "requests steps hidden"]]
-    finite: Bool[Array, " requests"]
-    """Whether all logits on the path were finite."""
-    counted: Counters
+Run = Callable[..., tuple[DecodeState, Array]]
+"""Parameters, state, `Dispatch` and perhaps `Lanes` to the state and the array that `Columns` unpacks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """Programs for one model on one mesh with one way of sampling; compiled at first use for each batch shape.
+    """Programs for one model on one mesh and the kinds of requests it draws for; compiled when they are first run.
 
     Parameters are passed as `{"target": …}`, with `"drafter"` beside it where the drafter has weights, and
     `"placement"`, tables by layer, where experts move.
@@ -64,8 +58,7 @@ class Programs:
     model: CausalLM
     mesh: Mesh
     rules: Rules
-    sampling: Sampling
-    stop_ids: tuple[int, ...]
+    draws: Draws
     dtype: DTypeLike
     speculation: Speculation = dataclasses.field(default_factory=Speculation)
     experts_move: bool = False
@@ -74,25 +67,39 @@ class Programs:
     """Count the exchanges that took the exact path."""
     known_ids: int | None = None
     """Ids below this have a meaning in the tokenizer, and no other is drawn; None where all rows of the head have."""
+    ends_early: bool = False
+    """End a dispatch's rounds when no slot runs any more. On a GPU the host would have to look at every round: there
+    the number of rounds is part of the program, and what has finished idles."""
 
     def with_rows(self, rows: int) -> "Programs":
         """The same with draft trees of so many rows, the root included. It takes this one's states; compiled once."""
-        if rows not in self._by_rows:
-            self._by_rows[rows] = dataclasses.replace(self, speculation=self.speculation.with_budget(rows - 1))
-        return self._by_rows[rows]
+        return self._variant(rows, lambda: {"speculation": self.speculation.with_budget(rows - 1)})
+
+    def drawing(self, draws: Draws) -> "Programs":
+        """The same for other kinds of requests. It takes this one's states; compiled once."""
+        return self if draws == self.draws else self._variant(draws, lambda: {"draws": draws})
+
+    def _variant(self, key: int | Draws, changes: Callable[[], dict[str, Any]]) -> "Programs":
+        if key not in self._variants:
+            self._variants[key] = dataclasses.replace(self, **changes())
+        return self._variants[key]
 
     @functools.cached_property
-    def _by_rows(self) -> "dict[int, Programs]":
+    def _variants(self) -> "dict[int | Draws, Programs]":
+        return {}
+
+    @functools.cached_property
+    def _compiled(self) -> dict[tuple[Any, ...], Run]:
         return {}
 
     @property
-    def request_multiple(self) -> int:
-        """Batches are padded to a multiple of this."""
+    def groups(self) -> int:
+        """Device groups, each with slots and pages of its own."""
         return self.mesh.shape["dp"] * self.mesh.shape["ep"]
 
     @property
-    def cache_multiple(self) -> int:
-        """Cached positions are padded to a multiple of this."""
+    def page_tokens(self) -> int:
+        """Positions of a page, over all ranks that share it."""
         return cache_multiple(self.rules, self.mesh.shape)
 
     @property
@@ -123,6 +130,7 @@ class Programs:
         places["cache"] = cache_spec(self.rules)
         places["context"] = None if self.speculation.context is None else self.speculation.context.spec
         places["hits"] = REQUESTS if self.speculation.max_depth else None
+        places["now"] = None
         counters: dict[str, Any] = {
             "loads": REQUESTS if self.experts_move else None,
             "exchanges": PartitionSpec(AXES) if self.exchange_may_overflow else None,
@@ -130,230 +138,178 @@ class Programs:
         places["counters"] = Counters(**counters)
         return DecodeState(**places)
 
-    def _bind(self, parameters: Parameters) -> tuple[CausalLM, Speculation]:
+    def _bind(self, parameters: Parameters) -> Step:
         model = bind(self.model, parameters["target"])
         for layer, table in parameters.get("placement", {}).items():
             mixture = model.model.layers[layer].mlp
             assert isinstance(mixture, MixtureOfExperts)
             mixture.placement = nnx.data(table)
-        return model, self.speculation.bound(parameters.get("drafter"))
+        speculation = self.speculation.bound(parameters.get("drafter"))
+        return Step(model, speculation, self.draws, self.known_ids, self.experts_move, self.exchange_may_overflow)
 
     @functools.cached_property
     def start(self) -> Callable[..., DecodeState]:
-        """`start(keys, limits, capacity=…, max_new_tokens=…)`: the state before anything has run."""
+        """`start(slots=…, pages=…, capacity=…)`: the state with nobody in it.
 
-        def start(keys: Array, limits: Array, *, capacity: int, max_new_tokens: int) -> DecodeState:
+        Slots and pages count all device groups; no text is longer than `capacity` tokens.
+        """
+
+        def start(*, slots: int, pages: int, capacity: int) -> DecodeState:
             return initial_state(
                 self.model.config,
-                keys=keys,
-                limits=limits,
-                capacity=capacity,
-                max_new_tokens=max_new_tokens,
+                slots=slots,
+                pages=pages,
                 dtype=self.dtype,
                 max_depth=self.speculation.max_depth,
-                context=self.speculation.empty_context(limits.shape[0], capacity, self.dtype),
+                context=self.speculation.empty_context(slots, capacity, self.dtype),
                 cache_axis=cache_axis(self.rules),
+                cache_ranks=self.page_tokens // PAGE,
                 counters=self._no_counts(),
             )
 
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.state_specs)
-        return jax.jit(start, static_argnames=("capacity", "max_new_tokens"), out_shardings=shardings)
+        return jax.jit(start, static_argnames=("slots", "pages", "capacity"), out_shardings=shardings)
 
     @functools.cached_property
-    def prefill(self) -> Callable[[Parameters, DecodeState, Array, Array], DecodeState]:
-        """`prefill(parameters, state, tokens [requests, chunk], counts)`: runs a chunk of each prompt.
+    def admit(self) -> Callable[[DecodeState, Admissions], DecodeState]:
+        """`admit(state, admissions)`: requests come into slots."""
+        return self._compile(admit, (self.state_specs, REQUESTS), self.state_specs, donate=(0,))
 
-        After a prompt's last chunk its first token has been drawn; counts of 0 leave a request as it is.
-        """
+    def decode(self, slots: int, rounds: int, until_one_ends: bool = False) -> Run:
+        """Rounds of every device group's first slots: so many, or as many as are passed where they end early."""
 
-        def prefill(
-            parameters: Parameters, state: DecodeState, tokens: Int[Array, "requests chunk"],
-            counts: Int[Array, " requests"],
-        ) -> DecodeState:  # fmt: skip
-            model, speculation = self._bind(parameters)
-            rows = causal_rows(tokens, state.lengths, counts)
-            output, counted = self._forward(model, rows, state, speculation)
-            last = jnp.maximum(counts - 1, 0)[:, None]
-            hidden = jnp.take_along_axis(output.hidden, last[..., None], axis=1)
-            drawn, finite = self._draw(model, state, hidden, jnp.take_along_axis(rows.positions, last, axis=1))
-            run = counts > 0
-            state = dataclasses.replace(
-                state,
-                cache=commit(state.cache, output.latents, state.lengths),
-                context=speculation.extend(state.context, output.taps, state.lengths, counts),
-                lengths=state.lengths + counts,
-                counters=jax.tree.map(jnp.add, state.counters, counted),
-                anchors=jnp.where(run, drawn[:, 0], state.anchors),
-            )
-            return _record_failure(state, run & ~finite[:, 0])
-
-        in_specs = (self._weights, self.state_specs, REQUESTS, REQUESTS)
-        return self._compile(prefill, in_specs, self.state_specs, donate=(1,))
-
-    @functools.cached_property
-    def decode(self) -> Callable[[Parameters, DecodeState, Array | np.integer], tuple[DecodeState, Snapshot]]:
-        """`decode(parameters, state, rounds)`: up to that many rounds, fewer when every request has finished.
-
-        Before the very first round the token drawn by prefill is emitted.
-        """
-
-        def decode(parameters: Parameters, state: DecodeState, rounds: Int[Array, ""]) -> tuple[DecodeState, Snapshot]:
-            model, speculation = self._bind(parameters)
-            first = (state.counts == 0) & ~state.finished
-            state = self._emit(state, state.anchors[:, None], first.astype(jnp.int32))
+        def decode(step: Step, state: DecodeState, wanted: Int[Array, ""] | None = None) -> DecodeState:
+            if wanted is None:
+                return jax.lax.fori_loop(0, rounds, lambda _, state: step.round(state), state)
 
             def running(state: DecodeState) -> Array:
-                return all_reduce((~state.finished).any().astype(jnp.int32), BATCH_AXES)
+                return all_reduce(state.running.sum(dtype=jnp.int32), BATCH_AXES)
 
-            def body(carry: tuple[Array, Array, DecodeState]) -> tuple[Array, Array, DecodeState]:
-                step, _, state = carry
-                state = self._round(model, speculation, state)
-                return step + 1, running(state), state
+            def once(carry: tuple[Array, Array, DecodeState]) -> tuple[Array, Array, DecodeState]:
+                number, _, state = carry
+                state = step.round(state)
+                return number + 1, running(state), state
 
-            _, _, state = jax.lax.while_loop(
-                lambda carry: (carry[0] < rounds) & (carry[1] > 0), body, (jnp.int32(0), running(state), state)
-            )
-            return state, _snapshot(state)
+            start = (jnp.int32(0), running(state), state)
+            least = start[1] if until_one_ends else 1
+            return jax.lax.while_loop(
+                lambda carry: (carry[0] < wanted) & (carry[1] >= jnp.maximum(least, 1)), once, start
+            )[2]
 
-        in_specs = (self._weights, self.state_specs, REPLICATED)
-        return self._compile(decode, in_specs, (self.state_specs, REPLICATED), donate=(1,))
+        more = (REPLICATED,) if self.ends_early else ()
+        return self._program(("decode", slots, rounds, until_one_ends), decode, slots, rounds * self.steps, more)
+
+    def chunk(self, slots: int, tiles: int) -> Run:
+        """A chunk of some prompts, behind at most so many tiles of cached pages.
+
+        Where a prompt ends its slot becomes ready and its first token is emitted.
+        """
+
+        def chunk(step: Step, state: DecodeState, lanes: Lanes) -> DecodeState:
+            return step.chunk(state, lanes, tiles)
+
+        return self._program(("chunk", slots, tiles), chunk, slots, 1, (REQUESTS,))
+
+    def mixed(self, slots: int, tiles: int) -> Run:
+        """A round of all that run, and in the same forward a chunk of some prompts; see `chunk`."""
+
+        def mixed(step: Step, state: DecodeState, lanes: Lanes) -> DecodeState:
+            return step.round(state, lanes, tiles)
+
+        return self._program(("mixed", slots, tiles), mixed, slots, self.steps, (REQUESTS,))
+
+    @property
+    def rows(self) -> int:
+        """Rows of a request that a round verifies, the root included."""
+        return 1 + getattr(self.speculation.drafter, "budget", self.speculation.max_depth)
+
+    @property
+    def steps(self) -> int:
+        """Tokens that a round gives at most."""
+        return self.speculation.max_depth + 1
+
+    def columns(self, width: int) -> Columns:
+        """How the host reads a dispatch that emits at most `width` tokens for a slot."""
+        return Columns(width, self.steps, self.speculation.max_depth, TOP if self.draws.logprobs else None)
+
+    def _program(
+        self, key: tuple[Any, ...], body: Callable[..., DecodeState], slots: int, width: int, more: tuple[Any, ...]
+    ) -> Run:
+        """A program that runs a body on the first slots, with what it has emitted as an array for the host.
+
+        `more` says how what the body takes besides lies on the mesh.
+        """
+
+        def run(parameters: Parameters, state: DecodeState, now: Dispatch, *given: Any) -> tuple[DecodeState, Array]:
+            first = first_slots(state, slots)
+            first = dataclasses.replace(first, now=self._begin(now, slots, width))
+            first = body(self._bind(parameters), first, *given)
+            return with_first_slots(state, first), self._told(first, state.lengths.shape[0], width)
+
+        if key not in self._compiled:
+            in_specs = (self._weights, self.state_specs, REQUESTS, *more)
+            self._compiled[key] = self._compile(run, in_specs, (self.state_specs, REPLICATED), donate=(1,))
+        return self._compiled[key]
+
+    def _begin(self, now: Dispatch, slots: int, width: int) -> Dispatch:
+        """The first slots' part of a dispatch, with room for what it emits."""
+        counts = jnp.zeros(slots, jnp.int32)
+        told = jnp.zeros((slots, width)) if self.draws.logprobs else None
+        top = None
+        if self.draws.logprobs:
+            top = Top(jnp.zeros((slots, width, TOP), jnp.int32), jnp.zeros((slots, width, TOP)))
+        fresh = Fresh(jnp.zeros((slots, width), jnp.int32), counts, told, top)
+        return Dispatch(now.pages[:slots], now.active[:slots], fresh)
+
+    def _told(self, state: DecodeState, slots: int, width: int) -> Int[Array, "all_slots columns"]:
+        """What `Columns` unpacks, of all slots of all device groups."""
+        fresh = state.fresh
+        values: dict[str, Any] = {
+            "counts": fresh.counts,
+            "tokens": fresh.tokens,
+            "logprobs": fresh.logprobs,
+            **{name: getattr(state, name) for name in ("finished", "failed", "nodes", "round_tokens", "hits")},
+        }
+        if fresh.top is not None:
+            values |= {"top_ids": fresh.top.ids, "top_logprobs": fresh.top.logprobs}
+        if state.counters.exchanges is not None:
+            # All ep ranks of an exchange count it.
+            counted = all_reduce(state.counters.exchanges[0], AXES) // axis_size("ep")
+            both = jnp.broadcast_to(counted, (len(fresh.counts), 2))
+            values |= {"exchanges": both[:, 0], "overflows": both[:, 1]}
+        packed = self.columns(width).pack(values)
+        return all_gather(jnp.pad(packed, [(0, slots - len(packed)), (0, 0)]), BATCH_AXES)
 
     @functools.cached_property
-    def parts(self) -> tuple[Callable[[Parameters, DecodeState], Any], ...]:
+    def round(self) -> Callable[[Parameters, DecodeState, Dispatch], DecodeState]:
+        """`round(parameters, state, now)`: one round of all slots, the body of `decode`'s loop, for profiling."""
+        return self._timed(Step.round, donate=(1,))
+
+    @functools.cached_property
+    def parts(self) -> tuple[Callable[[Parameters, DecodeState, Dispatch], Any], ...]:
         """Drafting alone, drafting and verifying, and a whole round, for timing: nothing is donated or kept."""
 
-        def draft(parameters: Parameters, state: DecodeState) -> DraftTree:
-            model, speculation = self._bind(parameters)
-            return speculation.propose(model, state)
-
-        def verify(parameters: Parameters, state: DecodeState) -> Verified:
-            model, speculation = self._bind(parameters)
-            tree = speculation.propose(model, state)
-            return self._verify(model, speculation, state, tree)
-
-        def whole(parameters: Parameters, state: DecodeState) -> DecodeState:
-            return self._round(*self._bind(parameters), state)
-
-        in_specs = (self._weights, self.state_specs)
         return (
-            self._compile(draft, in_specs, REQUESTS),
-            self._compile(verify, in_specs, REQUESTS),
-            self._compile(whole, in_specs, self.state_specs),
+            self._timed(Step.propose, REQUESTS),
+            self._timed(lambda step, state: step.verify(state, step.propose(state))[0], REQUESTS),
+            self._timed(Step.round),
         )
 
-    @functools.cached_property
-    def round(self) -> Callable[[Parameters, DecodeState], DecodeState]:
-        """`round(parameters, state)`: one round alone, the body of `decode`'s loop, for profiling."""
+    def _timed(self, body: Callable[..., Any], out: Any = None, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
+        """A part of a round on all slots; a state among what it gives is without what belongs to the dispatch."""
 
-        def round_(parameters: Parameters, state: DecodeState) -> DecodeState:
-            return self._round(*self._bind(parameters), state)
+        def run(parameters: Parameters, state: DecodeState, now: Dispatch) -> Any:
+            now = self._begin(now, state.lengths.shape[0], self.steps)
+            result = body(self._bind(parameters), dataclasses.replace(state, now=now))
+            return dataclasses.replace(result, now=None) if isinstance(result, DecodeState) else result
 
-        return self._compile(round_, (self._weights, self.state_specs), self.state_specs, donate=(1,))
-
-    def _round(self, model: CausalLM, speculation: Speculation, state: DecodeState) -> DecodeState:
-        """Draft, verify, accept, commit."""
-        active = ~state.finished
-        tree = speculation.propose(model, state)
-        verified = self._verify(model, speculation, state, tree)
-        acceptance = verified.acceptance
-        accepted = jnp.where(active, acceptance.length, 0)
-        state = dataclasses.replace(
-            state,
-            cache=commit(state.cache, verified.latents, state.lengths),
-            context=speculation.extend(state.context, verified.taps, state.lengths, accepted),
-            lengths=state.lengths + accepted,
-            anchors=jnp.where(active, acceptance.bonus, state.anchors),
-            hits=_reached(state.hits, accepted - 1),
-            nodes=state.nodes + jnp.where(active, tree.num_nodes, 0),
-            counters=jax.tree.map(jnp.add, state.counters, verified.counted),
-        )
-        emitted = self._emit(state, acceptance.tokens, accepted)
-        new = emitted.counts - state.counts
-        state = dataclasses.replace(emitted, round_tokens=_reached(state.round_tokens, new))
-        return _record_failure(state, active & ~verified.finite)
-
-    def _verify(self, model: CausalLM, speculation: Speculation, state: DecodeState, tree: DraftTree) -> Verified:
-        """One forward over the tree's rows; only the accepted path leaves it."""
-        active = ~state.finished
-        rows = Rows(
-            tree.tokens, state.lengths[:, None] + tree.depths, tree.ancestors & active[:, None, None], state.lengths
-        )
-        output, counted = self._forward(model, rows, state, speculation)
-        drawn, finite = self._draw(model, state, output.hidden, rows.positions)
-        acceptance = speculation.accept(tree, drawn, state)
-
-        def on_path(x: Array) -> Array:
-            return jnp.take_along_axis(x, acceptance.path[..., None], axis=1)
-
-        return Verified(
-            acceptance=acceptance,
-            latents=jax.tree.map(on_path, output.latents),
-            taps=jax.tree.map(on_path, output.taps),
-            finite=jnp.take_along_axis(finite, acceptance.path, axis=1).all(1),
-            counted=counted,
-        )
-
-    def _forward(
-        self, model: CausalLM, rows: Rows, state: DecodeState, speculation: Speculation
-    ) -> tuple[Output, Counters]:
-        """One forward, and what this device counted in it."""
-        with counting(loads=self.experts_move) as counted:
-            output = model.model(rows, state.cache, speculation.tap_layers)
-        loads = jnp.stack(counted.loads)[None] if self.experts_move else None
-        if not self.exchange_may_overflow:
-            return output, Counters(loads)
-        overflows = jnp.stack([jnp.int32(0), *counted.overflows]).sum(dtype=jnp.int32)
-        return output, Counters(loads, jnp.stack([jnp.int32(len(counted.overflows)), overflows])[None])
+        in_specs = (self._weights, self.state_specs, REQUESTS)
+        return self._compile(run, in_specs, self.state_specs if out is None else out, donate)
 
     def _no_counts(self) -> Counters:
         """Counters of the whole mesh before anything is counted."""
-        shape = (self.request_multiple, len(self.model.slot_experts), self.model.config.n_routed_experts)
+        shape = (self.groups, len(self.model.slot_experts), self.model.config.n_routed_experts)
         return Counters(
             jnp.zeros(shape, jnp.int32) if self.experts_move else None,
             jnp.zeros((self.mesh.size, 2), jnp.int32) if self.exchange_may_overflow else None,
         )
-
-    def _emit(
-        self, state: DecodeState, tokens: Int[Array, "requests steps"], new: Int[Array, " requests"]
-    ) -> DecodeState:
-        """Appends the first `new` of `tokens` to each text, up to its limit or a stop token."""
-        stops = jnp.asarray(self.stop_ids, jnp.int32)
-        emission = jax.vmap(lambda *args: emit(args[0], args[1], stops, args[2]))(
-            tokens, new, state.limits - state.counts
-        )
-        steps = jnp.arange(tokens.shape[1])
-        columns = jnp.where(steps < emission.count[:, None], state.counts[:, None] + steps, state.emitted.shape[1])
-        emitted = state.emitted.at[jnp.arange(tokens.shape[0])[:, None], columns].set(tokens, mode="drop")
-        return dataclasses.replace(
-            state, emitted=emitted, counts=state.counts + emission.count, finished=state.finished | emission.finished
-        )
-
-    def _draw(self, model: CausalLM, state: DecodeState, hidden: Array, positions: Array) -> tuple[Array, Array]:
-        logits = model.logits(hidden)
-        with jax.named_scope("sampling"):
-            return next_tokens(only_known(logits, self.known_ids), positions, state.keys, self.sampling)
-
-
-def _reached[Counts: Array | None](counts: Counts, reached: Int[Array, " requests"]) -> Counts:
-    """Counts one more for every n below what a request reached this round; None stays None."""
-    return jax.tree.map(lambda x: x + (jnp.arange(x.shape[1]) < reached[:, None]), counts)
-
-
-def _snapshot(state: DecodeState) -> Snapshot:
-    """What the host reads, the same on every device."""
-    names = [field.name for field in dataclasses.fields(Snapshot) if field.name not in ("exchanges", "overflows")]
-    own = {name: getattr(state, name) for name in names}
-    snapshot = Snapshot(**jax.tree.map(lambda x: all_gather(x, BATCH_AXES), own))
-    if state.counters.exchanges is None:
-        return snapshot
-    # All ep ranks of an exchange count it.
-    exchanges, overflows = all_reduce(state.counters.exchanges[0], AXES) // axis_size("ep")
-    return dataclasses.replace(snapshot, exchanges=exchanges, overflows=overflows)
-
-
-def _record_failure(state: DecodeState, failed: Array) -> DecodeState:
-    """Ends a request whose logits were not finite and keeps the position for the report."""
-    first = failed & (state.failed == FINE)
-    return dataclasses.replace(
-        state, failed=jnp.where(first, state.lengths - 1, state.failed), finished=state.finished | failed
-    )

@@ -83,17 +83,19 @@ class Rebalancer:
         )
 
     def begin(self) -> None:
-        """Tells that a batch begins: its rounds count from 0."""
+        """Tells that rounds are counted from 0 again."""
         self._last = 0
 
     def rounds_left(self, rounds: int) -> int:
-        """Until the next move, when `rounds` have been run."""
+        """Until the next look, when `rounds` have been run; at least 1."""
         return max(1, self._last + self.every - rounds)
 
+    def is_due(self, rounds: int) -> bool:
+        """Whether it is time to look at the loads, when `rounds` have been run."""
+        return rounds >= self._last + self.every
+
     def after(self, rounds: int, parameters: Parameters, state: DecodeState) -> DecodeState:
-        """Moves experts where it is time; `target` and `placement` of the parameters change in place."""
-        if rounds < self._last + self.every:
-            return state
+        """Moves experts by what was counted; `target` and `placement` of the parameters change in place."""
         self._last = rounds
         counted = state.counters.loads
         assert counted is not None

@@ -13,21 +13,20 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from kimi_jax.decoding.generate import Progress
-from kimi_jax.decoding.state import Snapshot
+from kimi_jax.decoding.generate import Counts, Progress
 
 
 @dataclasses.dataclass
 class Report:
-    """Counts and times of one batch, fed with every `Progress`."""
+    """Counts and times of some prompts, fed with every `Progress`."""
 
     prompts: int
     tokens: int = 0
     first_token_seconds: float = 0.0
     """From the start to the first dispatch's tokens: prefill, and compilation where nothing was compiled before."""
     seconds: float = 0.0
-    snapshot: Snapshot | None = None
-    """The device's counts after the last dispatch."""
+    counts: Counts | None = None
+    """What the device has counted."""
     _first_tokens: int = 0
 
     def add(self, progress: Progress) -> None:
@@ -36,17 +35,17 @@ class Report:
         if not self.seconds:
             self.first_token_seconds, self._first_tokens = progress.seconds, arrived
         self.tokens += arrived
-        self.seconds, self.snapshot = progress.seconds, progress.snapshot
+        self.seconds, self.counts = progress.seconds, progress.counts
 
     @property
     def rounds(self) -> int:
-        """Rounds of the prompt that took most."""
-        return 0 if self.snapshot is None else int(np.max(self.snapshot.rounds))
+        """Rounds that the slots ran, one counting once for all its prompts."""
+        return 0 if self.counts is None else self.counts.rounds_run
 
     @property
     def histogram(self) -> np.ndarray:
         """Entry n counts the rounds, over all prompts, that put n tokens into a text."""
-        return np.zeros(2, int) if self.snapshot is None else rounds_by_tokens(self.snapshot)
+        return np.zeros(2, int) if self.counts is None else rounds_by_tokens(self.counts)
 
     @property
     def acceptance_length(self) -> float | None:
@@ -57,8 +56,7 @@ class Report:
     @property
     def draft_hits(self) -> list[int]:
         """For each depth of the draft trees, the rounds whose draft there was a hit: what the drafter found alone."""
-        hits = None if self.snapshot is None else self.snapshot.hits
-        return [] if hits is None else np.asarray(hits).sum(0).tolist()
+        return [] if self.counts is None else self.counts.hits.sum(0).tolist()
 
     @property
     def draft_hit_rates(self) -> list[float]:
@@ -74,9 +72,9 @@ class Report:
     @property
     def nodes_per_round(self) -> float:
         """Draft tree nodes verified a round on average: the budget in effect."""
-        if self.snapshot is None:
+        if self.counts is None:
             return 0.0
-        return float(np.sum(self.snapshot.nodes) / max(np.sum(self.snapshot.rounds), 1))
+        return float(self.counts.nodes.sum() / max(self.counts.rounds.sum(), 1))
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -103,9 +101,9 @@ class Report:
 
     def _exchanges(self) -> dict[str, int]:
         """Exchanges of layers through bounded buffers, and those that took the exact path; none where none are used."""
-        if self.snapshot is None or self.snapshot.exchanges is None or self.snapshot.overflows is None:
+        if self.counts is None or self.counts.exchanges is None or self.counts.overflows is None:
             return {}
-        return {"exchanges": int(self.snapshot.exchanges), "overflows": int(self.snapshot.overflows)}
+        return {"exchanges": self.counts.exchanges, "overflows": self.counts.overflows}
 
     def summary(self) -> str:
         """One line for everyone: how much text, how long it took, how fast it came."""
@@ -143,7 +141,7 @@ class Report:
         return table
 
 
-def rounds_by_tokens(snapshot: Snapshot, requests: int | None = None) -> np.ndarray:
-    """Entry n counts the rounds that put n tokens into a text, over the first `requests` of a batch or all."""
-    more_than = np.asarray(snapshot.round_tokens)[:requests].sum(0)
+def rounds_by_tokens(counts: Counts) -> np.ndarray:
+    """Entry n counts the rounds that put n tokens into a text, over all requests."""
+    more_than = counts.round_tokens.sum(0)
     return np.concatenate([[0], more_than - np.append(more_than[1:], 0)])

@@ -62,14 +62,23 @@ class DraftContext(Protocol):
         """How the arrays of a context lie on the mesh."""
         ...
 
-    def empty(self, requests: int, capacity: int, dtype: DTypeLike) -> PyTree:
-        """The arrays for texts of at most `capacity` tokens, before any, as global arrays."""
+    def empty(self, slots: int, capacity: int, dtype: DTypeLike) -> PyTree:
+        """The arrays of so many slots for texts of at most `capacity` tokens, before any; global, the slots first."""
         ...
 
     def extend(
-        self, context: PyTree, taps: list[Array], starts: Int[Array, " requests"], counts: Int[Array, " requests"]
+        self,
+        context: PyTree,
+        taps: list[Array],
+        starts: Int[Array, " requests"],
+        counts: Int[Array, " requests"],
+        slots: Int[Array, " requests"] | None = None,
     ) -> PyTree:
-        """Adds the first `counts` rows of `taps`, which stand at positions from `starts` on."""
+        """Adds the first `counts` rows of `taps`, which stand at positions from `starts` on, to the texts of `slots`.
+
+        None stands for all slots in order. A slot past the last has no rows, and nothing of it is kept. The next text
+        of a slot begins at position 0, and must not be reached by what the one before has left: values are finite.
+        """
         ...
 
 
@@ -90,7 +99,7 @@ class Drafter(Protocol):
         ...
 
     def propose(self, model: CausalLM, state: DecodeState) -> DraftTree:
-        """Trees of all requests, rooted at their anchors."""
+        """Trees of all slots, rooted at their anchors; what it says of those that do not run is not looked at."""
         ...
 
 
@@ -154,18 +163,23 @@ class Speculation:
         module = bind(self.module, parameters)
         return self._with_drafter(context=dataclasses.replace(cast(Any, self.context), module=module))
 
-    def empty_context(self, requests: int, capacity: int, dtype: DTypeLike) -> PyTree:
-        """What the drafter keeps of each request's text of at most `capacity` tokens, before any, as global arrays."""
-        return None if self.context is None else self.context.empty(requests, capacity, dtype)
+    def empty_context(self, slots: int, capacity: int, dtype: DTypeLike) -> PyTree:
+        """What the drafter keeps of each slot's text of at most `capacity` tokens, before any, as global arrays."""
+        return None if self.context is None else self.context.empty(slots, capacity, dtype)
 
     def extend(
-        self, context: PyTree, taps: list[Array], starts: Int[Array, " requests"], counts: Int[Array, " requests"]
+        self,
+        context: PyTree,
+        taps: list[Array],
+        starts: Int[Array, " requests"],
+        counts: Int[Array, " requests"],
+        slots: Int[Array, " requests"] | None = None,
     ) -> PyTree:
-        """Adds the first `counts` rows of `taps`, which stand at positions from `starts` on."""
+        """As `DraftContext.extend`."""
         if self.context is None:
             return context
         with jax.named_scope("drafter"):
-            return self.context.extend(context, taps, starts, counts)
+            return self.context.extend(context, taps, starts, counts, slots)
 
     def propose(self, model: CausalLM, state: DecodeState) -> DraftTree:
         """Trees of all requests, rooted at their anchors; without a drafter the anchors alone.
@@ -188,7 +202,7 @@ class Speculation:
         """The walk along each row's next token as the target has drawn it, or a path of the wanted length."""
         if self.synthetic is None:
             return jax.vmap(walk)(tree, drawn)
-        return jax.vmap(self._synthetic_path)(tree, drawn, state.keys, state.lengths)
+        return jax.vmap(self._synthetic_path)(tree, drawn, state.asked.keys, state.lengths)
 
     def _synthetic_path(self, tree: DraftTree, drawn: Array, key: Array, length: Array) -> Acceptance:
         """Accepts the deepest path's first rows, as many as average `synthetic` (no more than the tree has)."""

@@ -1,17 +1,29 @@
-"""What decoding carries from step to step, all of it on the devices."""
+"""What decoding carries from dispatch to dispatch, all of it on the devices: slots that requests come into and leave.
+
+A slot whose prompt has run is ready; rounds run what is ready, not finished and active. The host owns the page table
+and passes it, with the active slots, into every dispatch.
+"""
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int, PyTree, UInt32
+from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
 
 from kimi_jax.config import ModelConfig
-from kimi_jax.model.cache import Cache, empty_cache
+from kimi_jax.decoding.sampling import Samplings
+from kimi_jax.model.pages import Cache, Places, empty_cache, places_of
+from kimi_jax.model.rows import Rows, causal_rows
 
 FINE = -1
+STOPS = 8
+"""Stop tokens of a slot that the device knows; the host ends texts at further ones."""
+NO_TOKEN = -1
+"""Fills a slot's stop tokens."""
 
 
 @jax.tree_util.register_dataclass
@@ -28,95 +40,310 @@ class Counters:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DecodeState:
-    """One batch of requests. Every array but the counters has the requests as its first axis, over dp and ep."""
+class Asked:
+    """What a request brings into its slot."""
 
-    cache: Cache
-    lengths: Int[Array, " requests"]
-    """Tokens that have been run and cached."""
-    anchors: Int[Array, " requests"]
-    """The newest token: drawn, not yet run. It stands at position `lengths`."""
-    emitted: Int[Array, "requests max_new_tokens"]
-    counts: Int[Array, " requests"]
-    """Tokens emitted so far, the anchor and a stop token included."""
-    limits: Int[Array, " requests"]
-    """Tokens each request may emit."""
-    finished: Bool[Array, " requests"]
-    failed: Int[Array, " requests"]
-    """Position at which the logits were not finite, or FINE."""
-    keys: UInt32[Array, "requests 2"]
-    round_tokens: Int[Array, "requests steps"]
-    """[n]: rounds that put more than n tokens into the text. What stands behind a stop token or the limit is none."""
-    hits: Int[Array, "requests depth"] | None
-    """[d]: rounds whose draft of depth d + 1 the target would have written too, be it behind the end of the text; None
-    where nothing is drafted."""
-    nodes: Int[Array, " requests"]
-    """Draft tree nodes verified, over all rounds."""
-    context: PyTree
-    """What the drafter keeps of the text; None without one."""
-    counters: Counters
+    keys: UInt32[Array, "slots 2"]
+    limits: Int[Array, " slots"]
+    """Tokens it may emit; 0 for one whose prompt is only scored."""
+    stops: Int[Array, "slots stops"]
+    """Tokens that end its text, filled up with NO_TOKEN."""
+    budgets: Int[Array, " slots"]
+    """Draft tree nodes of its rounds at most; 0 decodes plainly."""
+    least: Int[Array, " slots"]
+    """Position from which on a stop token may be drawn."""
+    sampling: Samplings
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Snapshot:
-    """What the host reads between dispatches, the same on every device."""
+class DecodeState:
+    """All slots. Every array but the pool and the counters has the slots as its first axis, over dp and ep."""
 
-    emitted: Int[Array, "requests max_new_tokens"]
-    counts: Int[Array, " requests"]
-    finished: Bool[Array, " requests"]
-    failed: Int[Array, " requests"]
-    round_tokens: Int[Array, "requests steps"]
-    hits: Int[Array, "requests depth"] | None
-    nodes: Int[Array, " requests"]
-    exchanges: Int[Array, ""] | None = None
-    """Exchanges through bounded buffers so far: one for each layer, replica and tp rank of a step."""
-    overflows: Int[Array, ""] | None = None
-    """Those among them that took the exact path."""
+    cache: Cache
+    """The pool of pages, of every device group its own."""
+    lengths: Int[Array, " slots"]
+    """Tokens that have been run and cached."""
+    anchors: Int[Array, " slots"]
+    """The newest token: drawn, not yet run. It stands at position `lengths`."""
+    counts: Int[Array, " slots"]
+    """Tokens emitted so far, the anchor and a stop token included."""
+    asked: Asked
+    ready: Bool[Array, " slots"]
+    """Whether the whole prompt has run."""
+    finished: Bool[Array, " slots"]
+    failed: Int[Array, " slots"]
+    """Position at which the logits were not finite, or FINE."""
+    round_tokens: Int[Array, "slots steps"]
+    """[n]: rounds that put more than n tokens into the text. What stands behind a stop token or the limit is none."""
+    hits: Int[Array, "slots depth"] | None
+    """[d]: rounds whose draft of depth d + 1 the target would have written too, be it behind the end of the text; None
+    where nothing is drafted."""
+    nodes: Int[Array, " slots"]
+    """Draft tree nodes verified, over all rounds."""
+    context: PyTree
+    """What the drafter keeps of the text; None without one."""
+    counters: Counters
+    now: "Dispatch | None" = None
+    """Inside a program, what the host has passed into it and what it hands back."""
 
     @property
-    def rounds(self) -> Int[np.ndarray, " requests"]:
-        """Rounds in which the request was still running: each gives a token at least."""
-        return np.asarray(self.round_tokens)[:, 0]
+    def running(self) -> Bool[Array, " slots"]:
+        """The slots whose texts a round goes on with."""
+        assert self.now is not None
+        return self.ready & ~self.finished & self.now.active
+
+    @property
+    def fresh(self) -> "Fresh":
+        """What the dispatch has emitted."""
+        assert self.now is not None
+        assert self.now.fresh is not None
+        return self.now.fresh
+
+    @property
+    def pages(self) -> Int[Array, "slots tiles"]:
+        """The page table."""
+        assert self.now is not None
+        return self.now.pages
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fresh:
+    """Tokens that one dispatch has emitted, and what is told of each."""
+
+    tokens: Int[Array, "slots width"]
+    counts: Int[Array, " slots"]
+    logprobs: Float[Array, "slots width"] | None = None
+    """Natural log-probability of each token under the raw logits; None in programs that are not asked."""
+    top: "Top | None" = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Top:
+    """The most likely tokens of some rows, in falling order."""
+
+    ids: Int[Array, "*rows top"]
+    logprobs: Float[Array, "*rows top"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Dispatch:
+    """What belongs to one dispatch alone."""
+
+    pages: Int[Array, "slots tiles"]
+    """Pages of each slot's positions, by the group's own numbers; entries that a length does not need are arbitrary."""
+    active: Bool[Array, " slots"]
+    """False for free slots and for those that wait for pages."""
+    fresh: Fresh | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Lanes:
+    """A piece of the prompts of some slots, one a lane."""
+
+    tokens: Int[Array, "lanes rows"]
+    counts: Int[Array, " lanes"]
+    """Real tokens; 0 for an idle lane."""
+    slots: Int[Array, " lanes"]
+    """Of this device group; a number past the last for an idle lane."""
+    last: Bool[Array, " lanes"]
+    """Whether the prompt ends here."""
+
+    def of(self, values: Array) -> Array:
+        """The lanes' entries of an array over slots."""
+        return values.at[self.slots].get(mode="clip")
+
+    def put(self, values: Array, new: Array) -> Array:
+        """An array over slots with the lanes' entries changed; idle lanes change none."""
+        return values.at[self.slots].set(new, mode="drop")
+
+    def rows(self, state: DecodeState, tiles: int) -> Rows:
+        """As the forward takes them, behind at most so many tiles of cached pages.
+
+        The table is wider: what the chunk itself fills has pages too.
+        """
+        lengths = jnp.where(self.counts > 0, self.of(state.lengths), 0)
+        return causal_rows(self.tokens, lengths, self.counts, self.of(state.pages)[:, :tiles])
+
+    def places(self, state: DecodeState, rows: Rows, before: int = 0) -> Places:
+        """Where the rows are cached; see `places_of`."""
+        count = self.tokens.shape[1]
+        return places_of(state.cache, self.of(state.pages), rows.lengths, self.counts, count, before)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Admissions:
+    """Requests that come into slots."""
+
+    slots: Int[Array, " lanes"]
+    """Of the device group; a number past the last for an entry that admits nobody."""
+    lengths: Int[Array, " lanes"]
+    """Tokens of the prompt that the slot's pages hold already."""
+    asked: Asked
+    """One entry for each of `slots`."""
 
 
 def initial_state(
     config: ModelConfig,
     *,
-    keys: UInt32[Array, "requests 2"],
-    limits: Int[Array, " requests"],
-    capacity: int,
-    max_new_tokens: int,
+    slots: int,
+    pages: int,
     dtype: DTypeLike,
     max_depth: int = 0,
     context: PyTree = None,
     cache_axis: str | None = None,
+    cache_ranks: int = 1,
     counters: Counters = Counters(),
 ) -> DecodeState:
-    """Nothing run yet; a request whose limit is 0 is padding and finished from the start.
+    """Nobody there.
 
     Args:
-      capacity: positions of the cache, a round's speculative rows included.
+      slots, pages: over all device groups.
       max_depth: of the draft trees; a round gives at most one token more.
       context: the drafter's empty context.
-      cache_axis: mesh axis whose ranks share a request's cached positions.
+      cache_axis: mesh axis whose ranks share a request's cached positions, `cache_ranks` of them.
       counters: zeros for what is counted.
     """
-    requests = limits.shape[0]
-    zeros = jnp.zeros(requests, jnp.int32)
+    zeros = jnp.zeros(slots, jnp.int32)
     return DecodeState(
-        cache=empty_cache(config, requests, capacity, dtype, cache_axis),
+        cache=empty_cache(config, pages, dtype, cache_axis, cache_ranks),
         lengths=zeros,
         anchors=zeros,
-        emitted=jnp.zeros((requests, max_new_tokens), jnp.int32),
         counts=zeros,
-        limits=limits,
-        finished=limits == 0,
-        failed=jnp.full(requests, FINE, jnp.int32),
-        keys=keys,
-        round_tokens=jnp.zeros((requests, max_depth + 1), jnp.int32),
-        hits=jnp.zeros((requests, max_depth), jnp.int32) if max_depth else None,
+        asked=Asked(
+            keys=jnp.zeros((slots, 2), jnp.uint32),
+            limits=zeros,
+            stops=jnp.full((slots, STOPS), NO_TOKEN, jnp.int32),
+            budgets=zeros,
+            least=zeros,
+            sampling=Samplings.greedy(slots),
+        ),
+        ready=zeros > 0,
+        finished=zeros == 0,
+        failed=jnp.full(slots, FINE, jnp.int32),
+        round_tokens=jnp.zeros((slots, max_depth + 1), jnp.int32),
+        hits=jnp.zeros((slots, max_depth), jnp.int32) if max_depth else None,
         nodes=zeros,
         context=context,
         counters=counters,
     )
+
+
+def admit(state: DecodeState, new: Admissions) -> DecodeState:
+    """Slots begin with new requests; nothing of the pool or of the drafter's context is touched."""
+
+    def put(old: Array, values: Array | int | bool) -> Array:
+        return old.at[new.slots].set(jnp.asarray(values, old.dtype), mode="drop")
+
+    zeros = {name: put(getattr(state, name), 0) for name in ("anchors", "counts", "nodes", "round_tokens")}
+    return dataclasses.replace(
+        state,
+        lengths=put(state.lengths, new.lengths),
+        asked=jax.tree.map(put, state.asked, new.asked),
+        ready=put(state.ready, False),
+        finished=put(state.finished, False),
+        failed=put(state.failed, FINE),
+        hits=None if state.hits is None else put(state.hits, 0),
+        **zeros,
+    )
+
+
+def _slot_fields(state: DecodeState) -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(state):
+        if field.name not in ("cache", "counters", "now"):
+            yield field.name, getattr(state, field.name)
+
+
+def first_slots(state: DecodeState, count: int) -> DecodeState:
+    """This device group's first slots alone, on the same pool."""
+    kept = {name: jax.tree.map(lambda x: x[:count], value) for name, value in _slot_fields(state)}
+    return dataclasses.replace(state, **kept)
+
+
+def with_first_slots(state: DecodeState, first: DecodeState) -> DecodeState:
+    """A state with what its first slots have become; pool and counters are theirs."""
+    count = first.lengths.shape[0]
+    if count == state.lengths.shape[0]:
+        return dataclasses.replace(first, now=None)
+    both = jax.tree.map(lambda old, new: old.at[:count].set(new), dict(_slot_fields(state)), dict(_slot_fields(first)))
+    return dataclasses.replace(state, cache=first.cache, counters=first.counters, **both)
+
+
+SCALARS = ("counts", "finished", "failed", "nodes", "exchanges", "overflows")
+"""What the host reads of each slot in one number; see `Snapshot`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Where things stand in the one integer array that a dispatch hands to the host, a row for each slot.
+
+    One array is one message and one copy. Numbers that are no integers travel as their bits.
+    """
+
+    width: int
+    """Tokens that a dispatch can emit for a slot."""
+    steps: int
+    depth: int
+    top: int | None = None
+    """Most likely tokens told of each token beside its log-probability; None where log-probabilities are not asked."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Columns of each entry, in order."""
+        told = {} if self.top is None else {"logprobs": 1, "top_ids": self.top, "top_logprobs": self.top}
+        scalars = dict.fromkeys(SCALARS, 1)
+        by_token = {name: size * self.width for name, size in ({"tokens": 1} | told).items()}
+        return scalars | {"round_tokens": self.steps, "hits": self.depth} | by_token
+
+    def pack(self, values: dict[str, Array]) -> Int[Array, "slots columns"]:
+        """The array, of entries [slots, …]; those that are missing are zeros."""
+        slots = values["counts"].shape[0]
+
+        def flat(name: str, size: int) -> Array:
+            value = values.get(name)
+            if value is None:
+                return jnp.zeros((slots, size), jnp.int32)
+            if jnp.issubdtype(value.dtype, jnp.floating):
+                value = jax.lax.bitcast_convert_type(value.astype(jnp.float32), jnp.int32)
+            return value.astype(jnp.int32).reshape(slots, size)
+
+        return jnp.concatenate([flat(name, size) for name, size in self.sizes.items()], axis=1)
+
+    def unpack(self, packed: Int[np.ndarray, "slots columns"]) -> "Snapshot":
+        """What the host reads."""
+        ends = np.cumsum([*self.sizes.values()])
+        found = dict(zip(self.sizes, np.split(packed, ends[:-1], axis=1), strict=True))
+        one = {name: found.pop(name)[:, 0] for name in SCALARS}
+        if self.top is not None:
+            shape = (len(packed), self.width, self.top)
+            found["logprobs"] = found["logprobs"].view(np.float32)
+            found["top_ids"] = found["top_ids"].reshape(shape)
+            found["top_logprobs"] = np.ascontiguousarray(found["top_logprobs"]).view(np.float32).reshape(shape)
+        return Snapshot(**one, **found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """What the host reads of a dispatch, the same on every device."""
+
+    counts: Int[np.ndarray, " slots"]
+    """Tokens that the dispatch emitted."""
+    finished: Int[np.ndarray, " slots"]
+    failed: Int[np.ndarray, " slots"]
+    nodes: Int[np.ndarray, " slots"]
+    exchanges: Int[np.ndarray, " slots"]
+    """Exchanges through bounded buffers since the state was made, in every row the same number: one for each layer,
+    replica and tp rank of a step."""
+    overflows: Int[np.ndarray, " slots"]
+    """Those among them that took the exact path."""
+    round_tokens: Int[np.ndarray, "slots steps"]
+    hits: Int[np.ndarray, "slots depth"]
+    tokens: Int[np.ndarray, "slots width"]
+    logprobs: Float[np.ndarray, "slots width"] | None = None
+    top_ids: Int[np.ndarray, "slots width top"] | None = None
+    top_logprobs: Float[np.ndarray, "slots width top"] | None = None

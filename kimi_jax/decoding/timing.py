@@ -1,21 +1,19 @@
 """Where a round's time goes: measured, medians of repeated runs."""
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
 
 import jax
-import numpy as np
 
 from kimi_jax.ddtree.budget import ROW_COUNTS
 from kimi_jax.decoding.automatic import RoundCosts
-from kimi_jax.decoding.generate import Limits, prefill, start
+from kimi_jax.decoding.generate import Limits, shape_of
 from kimi_jax.decoding.programs import Programs
-from kimi_jax.decoding.sampling import request_keys
+from kimi_jax.decoding.session import Session
 from kimi_jax.parallel import host_arrays
-from kimi_jax.parallel.sharding import REQUESTS
 from kimi_jax.parameters import Parameters
+from kimi_jax.serving.plan import Plan
 
 REPEATS = 7
 DEAREST_GROWTH = 1.5
@@ -24,54 +22,60 @@ times the last: doubled rows bring about a tenth more tokens."""
 
 
 def measure_rounds(
-    plain: Programs, drafting: Programs, parameters: Parameters, requests: int, longest: int, limits: Limits
+    plain: Programs, drafting: Programs, parameters: Parameters, requests: int, longest: int, most: int
 ) -> RoundCosts:
-    """Times a round of each row count that may pay, on empty texts of `longest` tokens; process 0's times count.
+    """Times a round of each row count that may pay, in slots whose prompts have been run; process 0's times count.
 
-    Dispatches are those that `generate` makes for as many prompts, so nothing is compiled that decoding would not use.
+    Dispatches are those that decoding makes for as many requests, so nothing is compiled that it would not use.
 
     Args:
       plain, drafting: programs without drafts, for one row, and those with them, for more.
+      longest, most: tokens of the longest prompt and of the longest answer.
     """
-    padded = -(-requests // plain.request_multiple) * plain.request_multiple
-    keys, budgets = request_keys([0] * padded, [0] * padded), [limits.max_new_tokens] * padded
+    limits = Limits(max_new_tokens=most)
 
     def seconds(programs: Programs) -> float:
-        needed: Parameters = {name: parameters[name] for name in programs.needs}
-        lengths = host_arrays.place(np.full(padded, longest, np.int32), programs.mesh, REQUESTS)
-        state = dataclasses.replace(start(programs, keys, budgets, longest, limits), lengths=lengths)
-        state = jax.block_until_ready(state)
-        started = time.perf_counter()
-        _, snapshot = programs.decode(needed, state, np.int32(limits.rounds_per_dispatch))
-        rounds = int(snapshot.rounds.max())
-        return (time.perf_counter() - started) / max(rounds, 1)
+        session = Session(programs, parameters, shape_of(programs, [longest] * requests, [most] * requests, limits))
+        plan = Plan(0, rounds=session.shape.rounds[-1], active=session.slots_in_turn(requests))
+        times = []
+        for _ in range(REPEATS + 1):
+            # What the pages hold does not matter; the last token alone makes the slots ready.
+            session.fill([[0] * longest] * requests, cached=longest - 1)
+            jax.block_until_ready(session.state)
+            started = time.perf_counter()
+            snapshot = session.run(plan).read()
+            times.append((time.perf_counter() - started) / max(int(snapshot.round_tokens[:, 0].max()), 1))
+        return min(times[1:])  # the first compiles
 
     times: dict[int, float] = {}
     for rows in ROW_COUNTS:
         if len(times) > 1:
-            (before, less), (last, most) = [*times.items()][-2:]
-            if most + (most - less) / (last - before) * (rows - last) > DEAREST_GROWTH * most:
+            (before, less), (last, longer) = [*times.items()][-2:]
+            if longer + (longer - less) / (last - before) * (rows - last) > DEAREST_GROWTH * longer:
                 break
-        programs = plain if rows == 1 else drafting.with_rows(rows)
-        seconds(programs)  # compiles
-        times[rows] = host_arrays.of_process_0(min(seconds(programs) for _ in range(REPEATS)))
+        times[rows] = host_arrays.of_process_0(seconds(plain if rows == 1 else drafting.with_rows(rows)))
     return RoundCosts({rows: 1e6 * time for rows, time in times.items()}, "measured")
 
 
 def part_seconds(
-    programs: Programs, parameters: Parameters, prompts: Sequence[Sequence[int]], limits: Limits
+    programs: Programs, parameters: Parameters, prompts: Sequence[Sequence[int]], most: int
 ) -> dict[str, float]:
     """Seconds of the first round behind the prompts: `draft` (drafter and tree), `verify`, `commit`.
 
     A part's time is the difference between programs that end after it, so what the compiler fuses across the parts'
-    borders is counted where it ends.
+    borders is counted where it ends. The answers' room is for `most` tokens.
     """
-    parameters = {name: parameters[name] for name in programs.needs}
-    state = prefill(programs, parameters, prompts, limits)
-    draft, verified, whole = (_median(lambda run=run: run(parameters, state)) for run in programs.parts)
+    lengths = [*map(len, prompts)]
+    shape = shape_of(programs, lengths, [most] * len(prompts), Limits(max_new_tokens=most))
+    session = Session(programs, parameters, shape)
+    now = session.fill(prompts)
+    draft, verified, whole = (
+        _median(lambda run=run: run(session.parameters, session.state, now)) for run in programs.parts
+    )
+    drafts = programs.speculation.drafter is not None
     return {
-        "draft": draft if programs.speculation.drafter is not None else 0.0,
-        "verify": max(verified - draft, 0.0) if programs.speculation.drafter is not None else verified,
+        "draft": draft if drafts else 0.0,
+        "verify": max(verified - draft, 0.0) if drafts else verified,
         "commit": max(whole - verified, 0.0),
     }
 

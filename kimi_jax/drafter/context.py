@@ -54,12 +54,22 @@ def write_slots(
     return jnp.where(kept, (start[:, None] + row) % window, window)
 
 
-def write(ring: LayerContext, slots: Int[Array, "requests rows"], rows: LayerContext) -> LayerContext:
-    """The ring with new rows in their slots; in place where the ring is donated."""
-    request, head = jnp.arange(slots.shape[0])[:, None, None], jnp.arange(rows.keys.shape[1])[:, None]
+def write(
+    ring: LayerContext,
+    slots: Int[Array, "requests rows"],
+    rows: LayerContext,
+    requests: Int[Array, " requests"] | None = None,
+) -> LayerContext:
+    """The rings of `requests`, or of all in order, with new rows in their slots; in place where they are donated.
+
+    Values that are not finite become zeros: a ring's next owner multiplies them by weights of zero.
+    """
+    requests = jnp.arange(slots.shape[0]) if requests is None else requests
+    request, head = requests[:, None, None], jnp.arange(rows.keys.shape[1])[:, None]
 
     def put(old: Array, new: Array) -> Array:
-        return old.at[request, head, slots[:, None]].set(new.astype(old.dtype), mode="drop")
+        new = jnp.where(jnp.isfinite(new), new, 0).astype(old.dtype)
+        return old.at[request, head, slots[:, None]].set(new, mode="drop")
 
     return LayerContext(put(ring.keys, rows.keys), put(ring.values, rows.values))
 

@@ -178,14 +178,16 @@ class DFlash(nnx.Module):
         taps: Float[Array, "requests rows taps hidden"],
         start: Int[Array, " requests"],
         count: Int[Array, " requests"],
+        requests: Int[Array, " requests"] | None = None,
     ) -> Context:
-        """The context with the rows' keys and values at positions `start` and on.
+        """The context with the rows' keys and values at positions `start` and on, of `requests` or of all in order.
 
         Only the first `count` rows of a request are real; positions before `start` must be there already. A whole
         prompt, a chunk of it, or the accepted path of a round.
         """
         slots = write_slots(start, count, taps.shape[1], context[0].keys.shape[2])
-        return [write(ring, slots, new) for ring, new in zip(context, self.context_rows(taps, start), strict=True)]
+        fresh = self.context_rows(taps, start)
+        return [write(ring, slots, new, requests) for ring, new in zip(context, fresh, strict=True)]
 
     def context_rows(self, taps: Float[Array, "requests rows taps hidden"], start: Int[Array, " requests"]) -> Context:
         """Keys and values of the rows themselves, at positions `start` and on.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from kimi_jax.chat import parse
 from kimi_jax.decoding.engine import Draft, Engine
 from kimi_jax.decoding.forcing import Scores, Window, score
-from kimi_jax.decoding.generate import Limits
+from kimi_jax.decoding.generate import Limits, Request
 from kimi_jax.decoding.sampling import Sampling
 
 SMALLEST_BUCKET = 64
@@ -63,13 +63,13 @@ class Writing:
 def write_all(
     engine: Engine, prompts: Sequence[Sequence[int]], writing: Writing, *, batch: int, draft: Draft, seed: int = 0
 ) -> Iterator[tuple[int, str]]:
-    """Continues prompts in batches of similar lengths, longest first, each until all its texts have ended.
+    """Continues prompts, `batch` at a time, each until its text has ended.
 
-    A prompt too long for the model's positions loses its beginning. The last batch is filled by repeating a prompt.
-    Yields each prompt's index and its text.
+    A prompt too long for the model's positions loses its beginning. Yields each prompt's index and its text, as they
+    end.
 
     Raises:
-      ValueError: as `Engine.generate`; no position left for a prompt.
+      ValueError: as `Engine.serve`; no position left for a prompt.
     """
     room = engine.config.max_position_embeddings - writing.max_new_tokens
     if room < 1:
@@ -77,23 +77,24 @@ def write_all(
             f"{writing.max_new_tokens} new tokens leave no room for a prompt: the model has "
             f"{engine.config.max_position_embeddings} positions"
         )
-    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-    for first in range(0, len(order), batch):
-        part = order[first : first + batch]
-        cut = [list(prompts[index][-room:]) for index in part]
-        longest = len(cut[0])
-        limits = Limits(writing.max_new_tokens, least_capacity=bucket(longest) + writing.max_new_tokens)
-        padded = cut + cut[-1:] * (batch - len(cut))
-        ids: list[list[int]] = [[] for _ in padded]
-        # A sampled prompt may be asked several times, and answers to different ones should not share their noise.
-        samples = part + part[-1:] * (batch - len(part))
-        for step in engine.generate(padded, limits, writing.sampling, seed, draft, samples=samples):
-            for text, new in zip(ids, step.new_tokens, strict=True):
-                text += new
-            if all(
-                finished or writing.text(engine, text)[1]
-                for finished, text in zip(step.finished[: len(part)], ids[: len(part)], strict=True)
-            ):
-                break
-        for index, text in zip(part, ids, strict=False):
-            yield index, writing.text(engine, text)[0]
+    if not prompts:
+        return
+    longest = max(map(len, prompts))
+    limits = Limits(writing.max_new_tokens, least_capacity=bucket(min(longest, room)) + writing.max_new_tokens)
+    # A sampled prompt may be asked several times, and answers to different ones should not share their noise.
+    requests = [
+        Request(list(prompt[-room:]), writing.sampling, seed, writing.max_new_tokens, sample)
+        for sample, prompt in enumerate(prompts)
+    ]
+    ids: list[list[int]] = [[] for _ in prompts]
+    told: set[int] = set()
+
+    def ended(index: int) -> bool:
+        return writing.text(engine, ids[index])[1]
+
+    for step in engine.serve(requests, limits, draft, slots=batch, ended=ended):
+        for index, new in enumerate(step.new_tokens):
+            ids[index] += new
+            if index not in told and (step.finished[index] or (new and ended(index))):
+                told.add(index)
+                yield index, writing.text(engine, ids[index])[0]

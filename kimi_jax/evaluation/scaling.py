@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from kimi_jax.decoding.engine import Draft, open_checkpoint
-from kimi_jax.decoding.generate import Limits, prefill
-from kimi_jax.decoding.sampling import Sampling
-from kimi_jax.parameters import Parameters
+from kimi_jax.decoding.generate import Limits, shape_of
+from kimi_jax.decoding.session import Session
 from kimi_jax.profiling.case import Case
 from kimi_jax.profiling.compile import compile_for
 from kimi_jax.profiling.hlo import Module
@@ -64,16 +63,17 @@ def measure_scaling(
         stage(f"loading onto {machine.name}")
         engine = open_checkpoint(checkpoint, mesh, machine.layout, jnp.float32, drafter)
         assert engine.drafter is not None
-        programs = engine.programs(Sampling(), Draft("ddtree", budget))
-        requests = programs.request_multiple
-        parameters: Parameters = {name: engine.parameters[name] for name in programs.needs}
+        programs = engine.programs(Draft("ddtree", budget))
+        requests = programs.groups
+        shape = shape_of(programs, [context] * requests, [programs.steps] * requests, Limits())
+        session = Session(programs, engine.parameters, shape)
         with jax.default_matmul_precision("highest"):
-            state = prefill(programs, parameters, [[1] * context] * requests, Limits(max_new_tokens=1))
+            now = session.fill([[1] * context] * requests)
         case = Case(
             config=engine.config, preset=machine, gpu="cpu", requests=requests, context=context, budget=budget,
             drafter=engine.drafter.config, dtype=jnp.float32,
         )  # fmt: skip
-        compiled, _ = compile_for(case, programs, (parameters, state), stage=stage)
+        compiled, _ = compile_for(case, programs, (session.parameters, session.state, now), stage=stage)
         sent = collectives(Module(compiled.text), dict(mesh.shape))
         yield Scale(
             mesh=machine.name,

@@ -2,16 +2,13 @@
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from kimi_jax.decoding.engine import Draft, Engine
-from kimi_jax.decoding.generate import Limits, dispatch, prefill
+from kimi_jax.decoding.generate import Limits
+from kimi_jax.decoding.report import Report
 from kimi_jax.decoding.sampling import Sampling
-from kimi_jax.parameters import Parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,32 +64,27 @@ def measure_speculation(
     """Decodes every prompt alone with every kind, `repeats` times, the kinds taking turns within a repetition.
 
     Turns keep a slow moment of the machine from falling on one kind alone. A first repetition compiles and is not
-    counted. Timed is what follows prefill, the first token's draw included: one dispatch of as many rounds as the text
-    takes (several where an automatic budget probes), and the host's reading of it.
+    counted. Timed is what follows the first token: one dispatch of as many rounds as the text takes, and the host's
+    reading of it.
     """
-    limits = Limits(max_new_tokens=max_new_tokens)
-    longest = max(map(len, prompts))
+    limits = Limits(max_new_tokens, rounds_per_dispatch=max_new_tokens, least_capacity=max(map(len, prompts)))
     rates: list[list[float]] = [[] for _ in drafts]
     texts: list[list[list[int]]] = [[] for _ in drafts]
     lengths = [0.0 for _ in drafts]
     for repeat in range(repeats + 1):
         for kind, draft in enumerate(drafts):
-            tokens = seconds = 0.0
-            rounds = 0
+            tokens = rounds = 0
+            seconds = 0.0
             texts[kind] = []
             for prompt in prompts:
-                with jax.default_matmul_precision("highest"):
-                    programs, automatic = engine.begin(Sampling(), draft, 1, limits, longest)
-                    parameters: Parameters = {name: engine.parameters[name] for name in programs.needs}
-                    state = jax.block_until_ready(prefill(programs, parameters, [prompt], limits))
-                    started, snapshot = time.perf_counter(), None
-                    while snapshot is None or not snapshot.finished.all():
-                        state, snapshot = dispatch(programs, parameters, state, max_new_tokens, automatic, snapshot)
-                    text = snapshot.emitted[0, : snapshot.counts[0]].tolist()
-                    seconds += time.perf_counter() - started
+                report, text = Report(1), []
+                for step in engine.generate([prompt], limits, Sampling(), draft=draft):
+                    report.add(step)
+                    text += step.new_tokens[0]
+                seconds += report.seconds - report.first_token_seconds
                 tokens += len(text) - 1
                 texts[kind].append(text)
-                rounds += int(snapshot.rounds[0])
+                rounds += report.rounds
             lengths[kind] = tokens / max(rounds, 1)
             if repeat:
                 rates[kind].append(tokens / seconds)

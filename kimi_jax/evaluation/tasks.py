@@ -10,7 +10,7 @@ import numpy as np
 
 from kimi_jax.chat import render
 from kimi_jax.decoding.engine import PLAIN, Draft, Engine
-from kimi_jax.decoding.generate import Limits
+from kimi_jax.decoding.generate import Limits, Request
 from kimi_jax.decoding.report import Report, rounds_by_tokens
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.training.generations import MAX_NEW_TOKENS, answer_text
@@ -19,8 +19,8 @@ from kimi_jax.training.tasks import FAMILIES, Example, held_out
 NORMAL_95 = 1.959964
 """Two-sided 95 % quantile of the normal distribution."""
 
-LIMITS = Limits(MAX_NEW_TOKENS, prefill_chunk=32, rounds_per_dispatch=MAX_NEW_TOKENS)
-"""The same shapes for all prompts, and two dispatches for a text."""
+LIMITS = Limits(MAX_NEW_TOKENS, prefill_chunk=32, rounds_per_dispatch=MAX_NEW_TOKENS, least_capacity=192)
+"""The same shapes for all prompts, and one dispatch of rounds for a text."""
 
 
 def wilson(hits: int, trials: int) -> tuple[float, float]:
@@ -46,9 +46,8 @@ class FamilyScore:
     """What they took, prefill included and compilation not."""
     steps: int = 0
     """Rounds that batches ran, one round counting once for all of a batch's prompts."""
-    later_steps: int = 0
-    """Those after each batch's first dispatch, which holds the prefill and one round."""
-    later_seconds: float = 0.0
+    decoding_seconds: float = 0.0
+    """What came after the first tokens."""
     answers: tuple[tuple[int, ...], ...] = ()
     """Token ids of each answer."""
 
@@ -61,8 +60,7 @@ class FamilyScore:
             tuple(a + b for a, b in pairs),
             self.seconds + other.seconds,
             self.steps + other.steps,
-            self.later_steps + other.later_steps,
-            self.later_seconds + other.later_seconds,
+            self.decoding_seconds + other.decoding_seconds,
             self.answers + other.answers,
         )
 
@@ -79,13 +77,8 @@ class FamilyScore:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Decoding of whole batches without their prefill; None where no batch ran a second round.
-
-        First rounds cannot be timed apart from the prefill; they count as long as later ones.
-        """
-        if not self.later_steps:
-            return None
-        return self.tokens / (self.later_seconds / self.later_steps * self.steps)
+        """Decoding without the prefill; None where everything came with it."""
+        return (self.tokens - self.prompts) / self.decoding_seconds if self.decoding_seconds > 0 else None
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`; the interval is 95 %, times are seconds."""
@@ -119,7 +112,7 @@ def score(
       prompts: of each family, the same for every call.
       drafts: kinds of speculation.
       families: names in `training.tasks.FAMILIES`.
-      batch: prompts decoded together; the last batch of a family is filled up by repeating its last prompt.
+      batch: prompts decoded together.
       progress: told of every prompt decoded, by numbers of them.
 
     Raises:
@@ -146,26 +139,24 @@ def score(
 
 
 def _decode(engine: Engine, examples: Sequence[Example], batch: int, draft: Draft) -> FamilyScore:
-    """One batch. Repeated prompts that fill it count for nothing but the time of their rows."""
-    padded = [*examples, *[examples[-1]] * (batch - len(examples))]
-    asked = [render([{"role": "user", "content": e.prompt}], engine.tokenizer, thinking=False) for e in padded]
-    texts: list[list[int]] = [[] for _ in padded]
-    report = Report(batch)
-    for step in engine.generate(asked, LIMITS, Sampling(), draft=draft):
+    """Some prompts, with slots for `batch`."""
+    asked = [render([{"role": "user", "content": e.prompt}], engine.tokenizer, thinking=False) for e in examples]
+    texts: list[list[int]] = [[] for _ in examples]
+    report = Report(len(examples))
+    requests = [Request(ids, Sampling(), 0, MAX_NEW_TOKENS) for ids in asked]
+    for step in engine.serve(requests, LIMITS, draft, slots=batch):
         report.add(step)
         for text, new in zip(texts, step.new_tokens, strict=True):
             text += new
-    assert report.snapshot is not None
-    texts = texts[: len(examples)]
+    assert report.counts is not None
     return FamilyScore(
         exact=sum(answer_text(engine, text) == e.answer for text, e in zip(texts, examples, strict=True)),
         prompts=len(examples),
         tokens=sum(map(len, texts)),
-        rounds_by_length=tuple(rounds_by_tokens(report.snapshot, len(examples)).tolist()),
+        rounds_by_length=tuple(rounds_by_tokens(report.counts).tolist()),
         seconds=report.seconds,
         steps=report.rounds,
-        later_steps=report.rounds - 1,
-        later_seconds=report.seconds - report.first_token_seconds,
+        decoding_seconds=report.seconds - report.first_token_seconds,
         answers=tuple(map(tuple, texts)),
     )
 

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kimi_jax.decoding.generate import Limits, prefill
+from kimi_jax.decoding.generate import Limits, shape_of
 from kimi_jax.decoding.kernels import picks
+from kimi_jax.decoding.session import Session
 from kimi_jax.ledger.models import k26, kimi_drafter
 from kimi_jax.parameters import Parameters
 from kimi_jax.profiling.case import Case, with_layers
@@ -43,13 +44,15 @@ def measure(layers: int) -> dict[str, Any]:
     parameters = random_parameters(abstract_parameters(programs))
     new_tokens = (WARM_UP + ROUNDS) * (programs.speculation.max_depth + 1) + 1
     prompts = np.random.default_rng(0).integers(0, case.config.vocab_size, (REQUESTS, CONTEXT)).tolist()
+    session = Session(programs, parameters, shape_of(programs, [CONTEXT] * REQUESTS, [new_tokens] * REQUESTS, Limits()))
     with jax.default_matmul_precision("highest"), tempfile.TemporaryDirectory() as dump:
-        state = jax.block_until_ready(prefill(programs, parameters, prompts, Limits(max_new_tokens=new_tokens)))
-        compiled, program = compile_for(case, programs, (parameters, state), dump=Path(dump))
+        now = session.fill(prompts)
+        state = jax.block_until_ready(session.state)
+        compiled, program = compile_for(case, programs, (parameters, state, now), dump=Path(dump))
         times = []
         for _ in range(WARM_UP + ROUNDS):
             started = time.perf_counter()
-            state = jax.block_until_ready(program(parameters, state))
+            state = jax.block_until_ready(program(parameters, state, now))
             times.append(time.perf_counter() - started)
         finite = all(
             bool(jnp.isfinite(leaf).all())

@@ -1,14 +1,17 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) over a cached prefix and a tree of rows."""
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) over cached prefixes and trees of rows."""
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from kimi_jax.config import ModelConfig
-from kimi_jax.model.cache import Latents
 from kimi_jax.model.layers import Linear, Matrix, RMSNorm
+from kimi_jax.model.pages import Latents
 from kimi_jax.model.rope import Rotation, inverse_frequencies, rotate, rotation
+from kimi_jax.model.rows import Rows, join, split
 from kimi_jax.parallel.collectives import all_gather
 from kimi_jax.parallel.context import Queries, attend_in_parts
 from pallas_kernels.tree_attention import expanded_pays, prefill_attention, tree_attention
@@ -33,36 +36,49 @@ class LatentAttention(nnx.Module):
         self.config = config
 
     def __call__(
-        self,
-        x: Float[Array, "requests rows hidden"],
-        positions: Int[Array, "requests rows"],
-        cached: Latents,
-        lengths: Int[Array, " requests"],
-        ancestors: Bool[Array, "requests rows rows"],
-        expanded: bool | None = None,
-    ) -> tuple[Float[Array, "requests rows hidden"], Latents]:
-        """This tp rank's part of the output (to be summed over tp), and the rows' own latents for the cache.
+        self, x: Float[Array, "all_rows hidden"], groups: Sequence[Rows], cached: Latents, expanded: bool | None = None
+    ) -> tuple[Float[Array, "all_rows hidden"], list[Latents]]:
+        """This tp rank's part of the output (to be summed over tp), and each group's own latents for the cache.
 
-        `expanded` picks the form; None lets the rows decide (`expanded_pays`). Both give the same values.
+        `expanded` picks the form; None lets each group's rows decide (`expanded_pays`). Both give the same values.
         """
-        config = self.config
+        q = split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))), groups)
+        compressed = split(self.kv_a_proj_with_mqa(x), groups)
+        # Rows are turned after the split: a kernel that takes slices of turned ones would leave its graph.
+        turns = [self.turn(rows.positions) for rows in groups]
+        latents = [self.latents(own, turn) for own, turn in zip(compressed, turns, strict=True)]
+        outs = [
+            self.attend(rows, q, turn, own, cached, expanded)
+            for rows, q, turn, own in zip(groups, q, turns, latents, strict=True)
+        ]
+        with jax.named_scope("output"):
+            return self.o_proj(join(outs)), latents
+
+    def attend(
+        self,
+        rows: Rows,
+        q: Float[Array, "requests rows heads_and_dims"],
+        turn: Rotation,
+        own: Latents,
+        cached: Latents,
+        expanded: bool | None,
+    ) -> Float[Array, "requests rows heads_and_values"]:
+        """One group's attention, before o_proj; `q` are its queries as q_b_proj gives them."""
+        config, (cos, sin) = self.config, turn
         nope, rank = config.qk_nope_head_dim, config.kv_lora_rank
-        cos, sin = turn = self.turn(positions)
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.reshape(*q.shape[:-1], -1, config.qk_head_dim)
         q_nope, q_rope = q[..., :nope], self.rotate(q[..., nope:], cos[..., None, :], sin[..., None, :])
-        own = self.latents(self.kv_a_proj_with_mqa(x), turn)
         w = self.kv_b_proj.weight[...].reshape(-1, nope + config.v_head_dim, rank)
         if expanded is None:
-            expanded = expanded_pays(x.shape[1], kv_lora_rank=rank, nope=nope, v=config.v_head_dim)
+            expanded = expanded_pays(q.shape[1], kv_lora_rank=rank, nope=nope, v=config.v_head_dim)
 
-        def attend(queries: Queries, lengths: Array, ancestors: Array, valid: Array | None = None):
-            keys = (*cached.paged(), lengths, own.latent, own.rope, ancestors)
+        def over(queries: Queries, lengths: Array, ancestors: Array, valid: Array | None = None):
+            keys = (cached.latent, cached.rope, rows.pages, lengths, own.latent, own.rope, ancestors)
             if not expanded:
                 return tree_attention(*queries, *keys, scale=config.attention_scale, valid=valid)
             heads = w if cached.axis is None else all_gather(w, cached.axis)
-            split = (heads[:, :nope], heads[:, nope:])
-            return prefill_attention(*queries, *keys, *split, scale=config.attention_scale, valid=valid)
+            halves = (heads[:, :nope], heads[:, nope:])
+            return prefill_attention(*queries, *keys, *halves, scale=config.attention_scale, valid=valid)
 
         if expanded:
             queries = (q_nope, q_rope)
@@ -71,13 +87,12 @@ class LatentAttention(nnx.Module):
             padded = jnp.pad(q_nope, [(0, 0)] * 3 + [(0, config.v_head_dim)])
             queries = (jnp.einsum("brhp,hpc->brhc", padded, w), q_rope)
         if cached.axis is None:
-            out, _ = attend(queries, lengths, ancestors)
+            out, _ = over(queries, rows.lengths, rows.ancestors)
         else:
-            out = attend_in_parts(attend, queries, lengths, ancestors, cached.axis)
+            out = attend_in_parts(over, queries, rows.lengths, rows.ancestors, cached.axis)
         if not expanded:
             out = jnp.einsum("brhc,hpc->brhp", out, w)[..., nope:]
-        with jax.named_scope("output"):
-            return self.o_proj(out.reshape(*out.shape[:-2], -1)), own
+        return out.reshape(*out.shape[:-2], -1)
 
     def turn(self, positions: Int[Array, "requests rows"]) -> Rotation:
         """Rotation of the rows' rope parts."""

@@ -105,17 +105,15 @@ class MixtureOfExperts(nnx.Module):
         self.placement: Placement | PlacementTable = placement
         self.exchange = exchange
 
-    def __call__(
-        self, x: Float[Array, "requests rows hidden"], valid: Bool[Array, "requests rows"]
-    ) -> Float[Array, "requests rows hidden"]:
+    def __call__(self, x: Float[Array, "rows hidden"], valid: Bool[Array, " rows"]) -> Float[Array, "rows hidden"]:
         """This tp rank's part of the output, to be summed over tp; padding rows are routed nowhere."""
-        rows, real = x.reshape(-1, x.shape[-1]), valid.reshape(-1, 1)
+        real = valid[:, None]
         with jax.named_scope("router"):
-            experts, weights = self.gate(rows)
+            experts, weights = self.gate(x)
             slots = self.placement.slots_of(experts)
             slots = jnp.where(real, slots, self.placement.num_slots)
             report_loads(lambda: _counts(experts, real, self.gate.config.n_routed_experts))
         with jax.named_scope("experts"):
-            routed = self.exchange(rows, slots, weights, self.experts, self.experts.num_local)
+            routed = self.exchange(x, slots, weights, self.experts, self.experts.num_local)
         with jax.named_scope("shared_expert"):
-            return (routed + self.shared_experts(rows)).reshape(x.shape)
+            return routed + self.shared_experts(x)

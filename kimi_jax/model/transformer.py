@@ -1,4 +1,4 @@
-"""The language model: one forward over rows that see a cached prefix and each other through a tree mask.
+"""The language model: one forward over rows that see cached prefixes and each other through tree masks.
 
 Prefill, one-token decoding and tree verification are the same call. A causal chunk is a tree that is a path; one new
 token is a tree of one node.
@@ -10,44 +10,17 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.attention import LatentAttention
-from kimi_jax.model.cache import Cache, Latents
 from kimi_jax.model.layers import Embedding, GatedMLP, Linear, RMSNorm
 from kimi_jax.model.moe import Experts, MakeExperts, MixtureOfExperts
+from kimi_jax.model.pages import Cache, Latents, empty_cache
+from kimi_jax.model.rows import Rows, join, split
 from kimi_jax.parallel.collectives import all_reduce
 from kimi_jax.parallel.exchange import Exchange, allgather
 from kimi_jax.parallel.placement import Placement, even_placement
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """What one step runs: rows of tokens behind each request's cached prefix."""
-
-    tokens: Int[Array, "requests rows"]
-    positions: Int[Array, "requests rows"]
-    ancestors: Bool[Array, "requests rows rows"]
-    """`ancestors[b, i, j]`: row i of request b sees row j. A real row sees itself; a padding row sees nothing."""
-    lengths: Int[Array, " requests"]
-    """Cached positions of each request, all seen by all of its real rows."""
-
-    @property
-    def valid(self) -> Bool[Array, "requests rows"]:
-        """Which rows are real."""
-        return jnp.diagonal(self.ancestors, axis1=1, axis2=2)
-
-
-def causal_rows(
-    tokens: Int[Array, "requests rows"], lengths: Int[Array, " requests"], counts: Int[Array, " requests"]
-) -> Rows:
-    """A chunk of text: row i sees rows 0..i; the first `counts` rows of each request are real."""
-    index = jnp.arange(tokens.shape[1])
-    real = index < counts[:, None]
-    ancestors = (index[:, None] >= index) & real[:, :, None]
-    return Rows(tokens, lengths[:, None] + index, ancestors, lengths)
 
 
 @jax.tree_util.register_dataclass
@@ -80,12 +53,10 @@ class DecoderLayer(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "requests rows hidden"], rows: Rows, cached: Latents, expanded: bool | None
-    ) -> tuple[Float[Array, "requests rows hidden"], Latents]:
+        self, x: Float[Array, "all_rows hidden"], groups: Sequence[Rows], cached: Latents, expanded: bool | None
+    ) -> tuple[Float[Array, "all_rows hidden"], list[Latents]]:
         with jax.named_scope("attention"):
-            partial, own = self.self_attn(
-                self.input_layernorm(x), rows.positions, cached, rows.lengths, rows.ancestors, expanded
-            )
+            partial, own = self.self_attn(self.input_layernorm(x), groups, cached, expanded)
         with jax.named_scope("reductions"):
             x = x + all_reduce(partial, "tp")
         normalised = self.post_attention_layernorm(x)
@@ -93,7 +64,7 @@ class DecoderLayer(nnx.Module):
             with jax.named_scope("dense"):
                 partial = self.mlp(normalised)
         else:
-            partial = self.mlp(normalised, rows.valid)
+            partial = self.mlp(normalised, join([rows.valid for rows in groups]))
         with jax.named_scope("reductions"):
             return x + all_reduce(partial, "tp"), own
 
@@ -112,23 +83,40 @@ class Transformer(nnx.Module):
             ]
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.config = config
 
     def __call__(
-        self, rows: Rows, cache: Cache, tap_layers: Sequence[int] = (), expanded: bool | None = None
+        self, rows: Rows, cache: Cache | None = None, tap_layers: Sequence[int] = (), expanded: bool | None = None
     ) -> Output:
-        """Runs all rows through all layers. The cache is read, not written: `cache.commit` does that.
+        """Runs one group of rows; see `of_groups`."""
+        return self.of_groups([rows], cache, tap_layers, expanded)[0]
 
-        `tap_layers` are 0-based ids of layers whose output residual stream is kept, in ascending order of use.
+    def of_groups(
+        self,
+        groups: Sequence[Rows],
+        cache: Cache | None = None,
+        tap_layers: Sequence[int] = (),
+        expanded: bool | None = None,
+    ) -> list[Output]:
+        """Runs the rows of all groups together; an output for each group.
+
+        Attention goes group by group, everything else over all rows at once. The cache is read, not written:
+        `pages.commit` does that; None where nothing is cached. `tap_layers` are 0-based ids of layers whose output
+        residual stream is kept, in ascending order of use.
         """
-        x = self.embed_tokens(rows.tokens)
+        x = self.embed_tokens(join([rows.tokens for rows in groups]))
+        cache = empty_cache(self.config, 0, x.dtype) if cache is None else cache
         latents, taps = [], {}
         for index, (layer, cached) in enumerate(zip(self.layers, cache, strict=True)):
             with jax.named_scope(f"layer{index}"):
-                x, own = layer(x, rows, cached, expanded)
+                x, own = layer(x, groups, cached, expanded)
             latents.append(own)
             if index in tap_layers:
-                taps[index] = x
-        return Output(self.norm(x), latents, [taps[layer] for layer in tap_layers])
+                taps[index] = split(x, groups)
+        return [
+            Output(hidden, [own[group] for own in latents], [taps[layer][group] for layer in tap_layers])
+            for group, hidden in enumerate(split(self.norm(x), groups))
+        ]
 
 
 class CausalLM(nnx.Module):

@@ -35,7 +35,7 @@ def cache_axis(rules: Rules) -> str | None:
 
 
 def cache_multiple(rules: Rules, axis_sizes: Mapping[str, int]) -> int:
-    """Capacities of a cache are multiples of this: so many positions for each rank that has a part of them."""
+    """Tokens of a page: `PAGE` positions of each rank that has a part of it."""
     axis = cache_axis(rules)
     return PAGE * (1 if axis is None else axis_sizes[axis])
 

@@ -24,9 +24,9 @@ from jax.typing import DTypeLike
 from kimi_jax.decoding.dflash_drafter import DFlashContext, DFlashDrafter
 from kimi_jax.decoding.engine import model_for
 from kimi_jax.decoding.programs import Programs
-from kimi_jax.decoding.sampling import Sampling
+from kimi_jax.decoding.sampling import Draws
 from kimi_jax.decoding.speculation import Speculation
-from kimi_jax.decoding.state import DecodeState
+from kimi_jax.decoding.state import DecodeState, Dispatch, Lanes
 from kimi_jax.drafter.dflash import DFlash
 from kimi_jax.ledger import layout_rules
 from kimi_jax.model.attention import LatentAttention
@@ -42,8 +42,8 @@ from meshes.devices import build_mesh
 from meshes.targets import topology_devices
 from pallas_kernels.assembler import Assembled, caught_output, read, with_shared_memory
 
-NEW_TOKENS = 256
-"""Room for emitted tokens in the state; it costs four bytes a token and request."""
+DISPATCH_ROUNDS = 8
+"""Rounds of the dispatch that is compiled as `decode`."""
 
 
 class CompileError(RuntimeError):
@@ -87,7 +87,7 @@ def programs_of(case: Case, mesh: Mesh) -> Programs:
         context = DFlashContext(DFlash(case.drafter, layout.tp), layout.tp)
         speculation = Speculation(DFlashDrafter(context, "tree", case.budget))
     return Programs(
-        model, mesh, rules(layout), Sampling(), case.config.eos_token_ids, case.dtype, speculation,
+        model, mesh, rules(layout), Draws(), case.dtype, speculation,
         exchange_may_overflow=may_overflow(layout),
     )  # fmt: skip
 
@@ -116,7 +116,7 @@ def compile_program(
 def held_arrays(case: Case) -> tuple[tuple[Placed, ...], tuple[Placed, ...]]:
     """Weights and decoding state of a case as one device of absent GPUs would hold them; nothing is compiled."""
     programs = _absent_programs(case)
-    state = _state(programs, case, NEW_TOKENS)
+    state = _state(programs, case)
     return tuple(_placed(abstract_parameters(programs))), tuple(_placed(state))
 
 
@@ -126,22 +126,30 @@ def _absent_programs(case: Case) -> Programs:
     return programs_of(case, build_mesh(case.preset, topology_devices(case.preset, case.gpu)))
 
 
-def program_arguments(
-    case: Case, programs: Programs, parameters: Parameters, new_tokens: int = NEW_TOKENS
-) -> list[Any]:
-    """What a case's program takes: parameters that are given, everything else abstract.
+def program_arguments(case: Case, programs: Programs, parameters: Parameters) -> list[Any]:
+    """What a case's program takes: parameters that are given, everything else abstract."""
+    mesh, slots = programs.mesh, case.padded_requests
 
-    Args:
-      new_tokens: room for emitted tokens of each request.
-    """
-    mesh = programs.mesh
-    arguments: list[Any] = [parameters, _state(programs, case, new_tokens)]
-    if case.program == "decode":
+    def array(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+        return _array(mesh, shape, dtype, REQUESTS)
+
+    table = array((slots, case.capacity // programs.page_tokens), jnp.int32)
+    now: Any = Dispatch(cast(Any, table), cast(Any, array((slots,), jnp.bool_)))
+    arguments: list[Any] = [parameters, _state(programs, case), now]
+    if case.program == "decode" and programs.ends_early:
         arguments.append(_array(mesh, (), jnp.int32, PartitionSpec()))
     if case.program == "prefill":
-        arguments.append(_array(mesh, (case.padded_requests, case.prefill_chunk), jnp.int32, REQUESTS))
-        arguments.append(_array(mesh, (case.padded_requests,), jnp.int32, REQUESTS))
+        shapes: list[Any] = [((slots, case.prefill_chunk), jnp.int32), ((slots,), jnp.int32), ((slots,), jnp.int32)]
+        arguments.append(Lanes(*(cast(Any, array(*each)) for each in [*shapes, ((slots,), jnp.bool_)])))
     return arguments
+
+
+def _program(case: Case, programs: Programs) -> Any:
+    """The jitted function of a case."""
+    slots = case.padded_requests // programs.groups
+    if case.program == "decode":
+        return programs.decode(slots, DISPATCH_ROUNDS)
+    return programs.round if case.program == "round" else programs.chunk(slots, case.capacity // programs.page_tokens)
 
 
 def compile_for(
@@ -163,7 +171,7 @@ def compile_for(
     with jax.default_matmul_precision("highest"):  # as the engine runs them
         stage(f"lowering {layers}")
         try:
-            lowered = getattr(programs, case.program).lower(*arguments)
+            lowered = _program(case, programs).lower(*arguments)
         except Exception as error:
             raise CompileError(f"{what} does not lower{_where(error)}: {error}") from error
         lowered_at = time.perf_counter()
@@ -232,15 +240,11 @@ def abstract_parameters(programs: Programs) -> Parameters:
     return parameters
 
 
-def _state(programs: Programs, case: Case, new_tokens: int) -> DecodeState:
-    requests, mesh = case.padded_requests, programs.mesh
-    start = functools.partial(programs.start, capacity=case.capacity, max_new_tokens=new_tokens)
-    shapes = cast(
-        DecodeState,
-        jax.eval_shape(
-            start, _array(mesh, (requests, 2), jnp.uint32, REQUESTS), _array(mesh, (requests,), jnp.int32, REQUESTS)
-        ),
-    )
+def _state(programs: Programs, case: Case) -> DecodeState:
+    slots, mesh = case.padded_requests, programs.mesh
+    pages = slots * case.capacity // programs.page_tokens
+    start = functools.partial(programs.start, slots=slots, pages=pages, capacity=case.capacity)
+    shapes = cast(DecodeState, jax.eval_shape(start))
 
     def place(spec: PartitionSpec, value: Any) -> Any:
         return jax.tree.map(lambda leaf: _array(mesh, leaf.shape, leaf.dtype, spec), value)
@@ -267,7 +271,7 @@ def _where(error: Exception) -> str:
     layer = part = axis = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         local = frame.f_locals
-        if frame.f_code is Transformer.__call__.__code__ and "index" in local:
+        if isinstance(local.get("self"), Transformer) and "index" in local:
             layer = f" in layer {local['index']}"
         for module, name in _PART_OF_MODULE:
             if isinstance(local.get("self"), module):

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from kimi_jax.decoding.engine import PLAIN, Draft, Engine
-from kimi_jax.decoding.generate import Limits, chunk_rows, prefill
+from kimi_jax.decoding.generate import Limits, chunk_rows, shape_of
 from kimi_jax.decoding.programs import Programs
-from kimi_jax.decoding.sampling import Sampling
+from kimi_jax.decoding.session import Session
 from kimi_jax.parameters import Parameters
 from kimi_jax.profiling.case import Case, Program
 from kimi_jax.profiling.compile import Compiled, compile_for, program_arguments
@@ -90,7 +90,7 @@ def run(
       dump: directory for XLA's dump.
     """
     draft = Draft("ddtree", load.budget) if load.budget and engine.drafter is not None else PLAIN
-    programs = engine.programs(Sampling(), draft)
+    programs = engine.programs(draft)
     steps = programs.speculation.max_depth + 1
     new_tokens = (WARM_UP + 2 * load.rounds) * steps + 1
     drafter = None if engine.drafter is None else engine.drafter.config
@@ -100,19 +100,21 @@ def run(
     )  # fmt: skip
     random = np.random.default_rng(0)
     prompts = random.integers(0, engine.config.vocab_size // 2, (load.requests, load.context)).tolist()
-    limits = Limits(max_new_tokens=new_tokens)
-    parameters: Parameters = {name: engine.parameters[name] for name in programs.needs}
+    shape = shape_of(programs, [load.context] * load.requests, [new_tokens] * load.requests, Limits())
+    session = Session(programs, engine.parameters, shape)
+    parameters = session.parameters
     with jax.default_matmul_precision("highest"):
         stage(f"running {load.requests} × {load.context} tokens of context")
-        state = jax.block_until_ready(prefill(programs, parameters, prompts, limits))
-        compiled, program = compile_for(case, programs, (parameters, state), dump=dump, stage=stage)
+        now = session.fill(prompts)
+        state = jax.block_until_ready(session.state)
+        compiled, program = compile_for(case, programs, (parameters, state, now), dump=dump, stage=stage)
         stage(f"running {load.rounds} rounds")
         for _ in range(WARM_UP):
-            state = jax.block_until_ready(program(parameters, state))
+            state = jax.block_until_ready(program(parameters, state, now))
         times = []
         for _ in range(load.rounds):
             started = time.perf_counter()
-            state = jax.block_until_ready(program(parameters, state))
+            state = jax.block_until_ready(program(parameters, state, now))
             times.append(time.perf_counter() - started)
         stage(f"tracing {load.rounds} rounds")
         with tempfile.TemporaryDirectory() as scratch:
@@ -120,7 +122,7 @@ def run(
             with jax.profiler.trace(str(directory)):
                 for number in range(load.rounds):
                     with jax.profiler.StepTraceAnnotation("round", step_num=number):
-                        state = jax.block_until_ready(program(parameters, state))
+                        state = jax.block_until_ready(program(parameters, state, now))
             stage("reading the trace")
             executions = load.rounds * machine.layout.num_devices
             parts = part_seconds(operations(directory), executions)
@@ -180,6 +182,6 @@ def dump_generation(
             drafter=None if engine.drafter is None else engine.drafter.config,
             program=program, prefill_chunk=chunk_rows(context, Limits()), dtype=engine.dtype,
         )  # fmt: skip
-        arguments = program_arguments(case, programs, parameters, new_tokens)
+        arguments = program_arguments(case, programs, parameters)
         compiled, _ = compile_for(case, programs, arguments, dump=directory / program)
         write_index(directory / program, compiled.text, case.title)

@@ -35,7 +35,10 @@ class Shape:
     slot_counts: tuple[int, ...] = ()
     """Slots a group that rounds are compiled for, ascending to all; empty means all only."""
     admissions: int = 8
-    """Slots that one plan fills, at most."""
+    """Slots of a group that one plan fills, at most."""
+    until_one_ends: bool = False
+    """The device ends the rounds of a dispatch with the first text that ends: no slot waits, however many are planned.
+    It needs `ahead` 0, since nobody knows how many were run before it is read."""
     ahead: int = 1
     """Dispatches that may be in flight, unread, when the next one is planned: 0 or 1."""
 
@@ -47,6 +50,8 @@ class Shape:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {lowest}")
         if self.ahead > 1:
             raise ValueError(f"ahead is {self.ahead}; at most one dispatch may be in flight when the next is planned")
+        if self.ahead and self.until_one_ends:
+            raise ValueError("rounds that end with a text need ahead 0: what follows depends on how many were run")
         if self.rounds[:1] != (1,) or list(self.rounds) != sorted(set(self.rounds)):
             raise ValueError(f"rounds are {self.rounds}; they ascend from 1")
         counts = self.slot_counts

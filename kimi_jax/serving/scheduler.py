@@ -326,7 +326,7 @@ class Scheduler:
         choices = [choice for choice in self.shape.rounds if most is None or choice <= most]
         if not runners:
             return 0
-        if chunk or self._queue:
+        if chunk or (self._queue and not self.shape.until_one_ends):
             return choices[0]
         wanted = max(work.request.limit - work.least for work in runners)
         enough = next((choice for choice in choices if choice >= wanted), choices[-1])

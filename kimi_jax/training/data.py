@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.chat import render
-from kimi_jax.model.transformer import Rows
+from kimi_jax.model.rows import Rows, uncached_rows
 from kimi_jax.tokenizer import Tokenizer
 from kimi_jax.training.tasks import Example, training_stream
 
@@ -33,7 +33,7 @@ class Batch:
         index = jax.numpy.arange(self.tokens.shape[1])
         same = self.documents[:, :, None] == self.documents[:, None, :]
         ancestors = same & (index[:, None] >= index) & (self.documents > 0)[:, :, None]
-        return Rows(self.tokens, self.positions, ancestors, jax.numpy.zeros(self.tokens.shape[0], jax.numpy.int32))
+        return uncached_rows(self.tokens, self.positions, ancestors)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 from kimi_jax.drafter.context import LayerContext
 from kimi_jax.drafter.dflash import DFlash, stack_taps
 from kimi_jax.drafter.loss import DraftLoss, accepted_lengths
-from kimi_jax.model.cache import empty_cache
-from kimi_jax.model.transformer import CausalLM, causal_rows
+from kimi_jax.model.rows import causal_rows
+from kimi_jax.model.transformer import CausalLM
 from kimi_jax.parameters import Parameters, bind
 from kimi_jax.training.data import Chat
 from kimi_jax.training.target import Recipe, TrainState, over_dp, updated
@@ -71,9 +71,8 @@ def block_logits(drafter: DFlash, target: CausalLM, texts: AnchoredTexts) -> Flo
     rows, length = texts.tokens.shape
     anchors = texts.anchors.shape[1]
     zeros = jnp.zeros(rows, jnp.int32)
-    cache = empty_cache(target.config, rows, 0, jnp.float32)
     output = target.model(
-        causal_rows(texts.tokens, zeros, texts.lengths), cache, tap_layers=config.target_layer_ids, expanded=True
+        causal_rows(texts.tokens, zeros, texts.lengths), tap_layers=config.target_layer_ids, expanded=True
     )
     fused = drafter.fuse(jax.lax.stop_gradient(stack_taps(output.taps)))
     turn = drafter.turn(zeros, length)  # the positions of a text from its start

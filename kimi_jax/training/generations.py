@@ -8,7 +8,7 @@ import numpy as np
 
 from kimi_jax.chat import render
 from kimi_jax.decoding.engine import Engine
-from kimi_jax.decoding.generate import Limits
+from kimi_jax.decoding.generate import Request
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.text_files import read_text, write_text
 from kimi_jax.training.data import Chat
@@ -26,22 +26,17 @@ def generate_answers(
     Args:
       engine: the target.
       prompts: texts of the user's turn.
-      batch: prompts decoded together; the last batch is filled up by repeating its last prompt.
+      batch: prompts decoded together.
       progress: told how many prompts are answered.
     """
-    answers: list[list[int]] = []
-    limits = Limits(max_new_tokens=MAX_NEW_TOKENS)
-    for first in range(0, len(prompts), batch):
-        part = list(prompts[first : first + batch])
-        padded = part + part[-1:] * (batch - len(part))
-        ids = [render([{"role": "user", "content": p}], engine.tokenizer, thinking=False) for p in padded]
-        texts: list[list[int]] = [[] for _ in padded]
-        for step in engine.generate(ids, limits, Sampling()):
-            for text, new in zip(texts, step.new_tokens, strict=True):
-                text += new
-        answers += texts[: len(part)]
+    ids = [render([{"role": "user", "content": prompt}], engine.tokenizer, thinking=False) for prompt in prompts]
+    answers: list[list[int]] = [[] for _ in prompts]
+    requests = [Request(each, Sampling(), 0, MAX_NEW_TOKENS) for each in ids]
+    for step in engine.serve(requests, slots=batch):
+        for answer, new in zip(answers, step.new_tokens, strict=True):
+            answer += new
         if progress:
-            progress(len(answers))
+            progress(sum(step.finished))
     return answers
 
 

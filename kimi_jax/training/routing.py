@@ -16,9 +16,9 @@ from jaxtyping import Array, Int
 
 from kimi_jax.ddtree.tree import build_tree
 from kimi_jax.drafter.dflash import DFlash
-from kimi_jax.model.cache import empty_cache
 from kimi_jax.model.moe import MixtureOfExperts
-from kimi_jax.model.transformer import CausalLM, Rows
+from kimi_jax.model.rows import Rows, uncached_rows
+from kimi_jax.model.transformer import CausalLM
 from kimi_jax.parameters import Parameters, bind
 from kimi_jax.training.data import Chat
 from kimi_jax.training.drafter import AnchoredTexts, anchored_texts, block_logits
@@ -56,7 +56,7 @@ class RoutingStatistics:
 def chosen_experts(target: CausalLM, parameters: Parameters, rows: Rows) -> Int[Array, "layers requests rows top_k"]:
     """Experts every row chose in every layer that has some; a padding row's are past the last."""
     bound = bind(target, parameters)
-    bound.model(rows, empty_cache(target.config, rows.tokens.shape[0], 0, jnp.float32), expanded=True)
+    bound.model(rows, expanded=True)
     return jnp.stack(
         [
             layer.mlp.experts.chosen.get_value().reshape(*rows.tokens.shape, -1)  # pyright: ignore[reportAttributeAccessIssue]
@@ -81,7 +81,7 @@ def tree_rows(texts: AnchoredTexts, logits: Int[Array, "texts 1 depth vocab"], b
     ancestors = jnp.concatenate([top, jnp.concatenate([sees, trees.ancestors], axis=2)], axis=1)
     tokens = jnp.concatenate([texts.tokens, trees.tokens], axis=1)
     positions = jnp.concatenate([jnp.broadcast_to(index, texts.tokens.shape), anchors[:, None] + trees.depths], axis=1)
-    return Rows(tokens, positions, ancestors, jnp.zeros_like(anchors))
+    return uncached_rows(tokens, positions, ancestors)
 
 
 def count_distinct(chosen: Int[np.ndarray, "... rows top_k"], experts: int) -> Int[np.ndarray, "..."]:
@@ -130,7 +130,7 @@ def measure(
         real = index < texts.lengths[:, None]
         ancestors = (index[:, None] >= index) & real[:, :, None]
         positions = jnp.broadcast_to(index, texts.tokens.shape)
-        return chosen_experts(target, parameters, Rows(texts.tokens, positions, ancestors, texts.lengths * 0))
+        return chosen_experts(target, parameters, uncached_rows(texts.tokens, positions, ancestors))
 
     in_trees, in_texts, lengths = [], [], []
     for first in range(0, len(chats) - batch + 1, batch):

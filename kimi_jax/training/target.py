@@ -14,7 +14,6 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from kimi_jax.config import ModelConfig
-from kimi_jax.model.cache import empty_cache
 from kimi_jax.model.moe import MixtureOfExperts
 from kimi_jax.model.transformer import CausalLM
 from kimi_jax.parameters import Parameters, bind, declarations, from_leaves, weight
@@ -149,8 +148,7 @@ class Sums:
 def answer_loss(model: CausalLM, parameters: Parameters, batch: Batch) -> tuple[Float[Array, ""], Sums]:
     """Summed cross-entropy (nats) of the answer tokens, and what goes with it."""
     bound = bind(model, parameters)
-    cache = empty_cache(model.config, batch.tokens.shape[0], 0, jnp.float32)
-    output = bound.model(batch.rows(), cache, expanded=True)
+    output = bound.model(batch.rows(), expanded=True)
     hidden = jnp.take_along_axis(output.hidden, batch.predictors[..., None], axis=1)
     logits = bound.logits(hidden)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
@@ -242,6 +240,6 @@ def train_step(
 def teacher_forced(model: CausalLM, parameters: Parameters, batch: Batch) -> Bool[Array, " sequences"]:
     """Whether every answer token of a sequence is the most likely one: what greedy decoding would write exactly."""
     bound = bind(model, parameters)
-    output = bound.model(batch.rows(), empty_cache(model.config, batch.tokens.shape[0], 0, jnp.float32), expanded=True)
+    output = bound.model(batch.rows(), expanded=True)
     hidden = jnp.take_along_axis(output.hidden, batch.predictors[..., None], axis=1)
     return ((bound.logits(hidden).argmax(-1) == batch.targets) | (batch.weights == 0)).all(-1)

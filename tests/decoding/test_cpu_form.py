@@ -12,7 +12,7 @@ from kimi_jax.decoding.generate import Limits
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.model.attention import LatentAttention
 from kimi_jax.model.moe import Experts
-from kimi_jax.model.transformer import causal_rows
+from kimi_jax.model.rows import causal_rows
 from kimi_jax.parameters import declarations
 from kimi_jax.quantization import dequantize
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kimi_jax.decoding.engine import Engine
-from kimi_jax.decoding.generate import Limits, NonFiniteLogitsError, generate
+from kimi_jax.decoding.generate import Limits, NonFiniteLogitsError
 from kimi_jax.decoding.sampling import Sampling
 
 pytestmark = pytest.mark.core
@@ -67,15 +67,11 @@ def test_max_new_tokens_is_exact(limit, engines, prompts):
     assert [len(text) for text in texts(engines(), prompts, Limits(max_new_tokens=limit))] == [limit] * len(prompts)
 
 
-def test_a_stop_token_ends_its_text_and_no_other(engines, prompts):
+def test_a_stop_token_ends_its_text_and_no_other(engines, prompts, served):
     engine = engines()
     free = texts(engine, prompts, Limits(max_new_tokens=12))
     stop = free[0][5]
-    programs = dataclasses.replace(engine.programs(GREEDY), stop_ids=(stop,))
-    out = [[] for _ in prompts]
-    for progress in generate(programs, engine.parameters, prompts, Limits(max_new_tokens=12)):
-        for row, new in enumerate(progress.new_tokens):
-            out[row] += new
+    out = served(engine, engine.programs(), prompts, Limits(max_new_tokens=12), stop_ids=(stop,)).texts
     for text, unstopped in zip(out, free, strict=True):
         end = unstopped.index(stop) + 1 if stop in unstopped else len(unstopped)
         assert text == unstopped[:end]

@@ -2,9 +2,8 @@
 
 import pytest
 
-from kimi_jax.decoding.generate import Limits
+from kimi_jax.decoding.generate import Limits, Request
 from kimi_jax.decoding.report import Report
-from kimi_jax.decoding.requests import Request, generate_all
 from kimi_jax.decoding.sampling import Sampling
 
 WARM = Sampling(temperature=1.0)
@@ -29,7 +28,7 @@ def texts(steps, count):
 def test_requests_get_their_own_texts_in_their_places(engines):
     engine = engines("local")
     report, together = Report(len(REQUESTS)), []
-    for step in generate_all(engine, REQUESTS):
+    for step in engine.serve(REQUESTS):
         report.add(step)
         together.append(step)
     ids, last = texts(together, len(REQUESTS))
@@ -38,25 +37,25 @@ def test_requests_get_their_own_texts_in_their_places(engines):
         assert text == texts(alone, 1)[0][0]
     assert [len(text) for text in ids] == [6, 3, 2, 5]
     assert last.finished == [True] * 4
-    assert last.snapshot.counts.tolist() == [6, 3, 2, 5]
+    assert last.counts.rounds.tolist() == [5, 2, 1, 4]
     assert report.tokens == 16
     seconds = [step.seconds for step in together]
     assert seconds == sorted(seconds)
 
 
-def test_small_batches_give_the_same_texts_and_counts(engines):
-    whole, last = texts(generate_all(engines("local"), REQUESTS), 4)
-    alone, end = texts(generate_all(engines("local"), REQUESTS, batch=1), 4)
+def test_few_slots_give_the_same_texts_and_counts(engines):
+    whole, last = texts(engines("local").serve(REQUESTS), 4)
+    alone, end = texts(engines("local").serve(REQUESTS, slots=1), 4)
     assert alone == whole
-    assert end.snapshot.counts.tolist() == last.snapshot.counts.tolist()
+    assert end.counts.round_tokens.tolist() == last.counts.round_tokens.tolist()
     assert end.finished == [True] * 4
 
 
-def test_a_batch_whose_texts_the_host_has_ended_stops(engines):
+def test_a_text_that_the_host_has_ended_leaves_its_slot(engines):
     engine = engines("local")
-    steps = list(generate_all(engine, REQUESTS[:1] + REQUESTS[1:2], ended=lambda index: index == 0))
+    steps = list(engine.serve(REQUESTS[:2], ended=lambda index: index == 0))
     ids, _ = texts(steps, 2)
-    assert len(ids[0]) == 2  # the first dispatch brings prefill's token and one round's
+    assert len(ids[0]) == 1  # the chunk brings the first token, and no round follows
     assert len(ids[1]) == 3
 
 

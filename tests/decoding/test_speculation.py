@@ -10,11 +10,13 @@ import pytest
 from kimi_jax.ddtree.tree import build_tree, chain
 from kimi_jax.decoding.automatic import RoundCosts
 from kimi_jax.decoding.engine import PLAIN, Draft
-from kimi_jax.decoding.generate import Limits, generate, prefill
+from kimi_jax.decoding.generate import Limits, shape_of
 from kimi_jax.decoding.report import Report, rounds_by_tokens
-from kimi_jax.decoding.sampling import Sampling, filtered_logits
+from kimi_jax.decoding.sampling import Sampling, Samplings, filtered
+from kimi_jax.decoding.session import Session
 from kimi_jax.decoding.speculation import Speculation
-from kimi_jax.model.transformer import causal_rows
+from kimi_jax.decoding.state import Dispatch
+from kimi_jax.model.rows import causal_rows
 
 GREEDY = Sampling()
 
@@ -45,21 +47,16 @@ class Fixed:
         return jax.vmap(lambda root: build_tree(self.log_probs, 16, root=root))(state.anchors)
 
 
-def run(programs, parameters, prompts, limits, seed=0, samples=None):
-    texts, last = [[] for _ in prompts], None
-    for last in generate(programs, parameters, prompts, limits, seed, samples=samples):
-        for row, new in enumerate(last.new_tokens):
-            texts[row] += new
-    return texts, last
-
-
 def texts(engine, prompts, limits, draft=PLAIN, sampling=GREEDY, seed=0):
-    programs = engine.programs(sampling, draft)
-    return run(programs, engine.parameters, prompts, limits, seed)[0]
+    found = [[] for _ in prompts]
+    for progress in engine.generate(prompts, limits, sampling, seed, draft):
+        for text, new in zip(found, progress.new_tokens, strict=True):
+            text += new
+    return found
 
 
-def with_drafter(engine, drafter, sampling=GREEDY):
-    return dataclasses.replace(engine.programs(sampling), speculation=Speculation(drafter))
+def with_drafter(engine, drafter):
+    return dataclasses.replace(engine.programs(), speculation=Speculation(drafter))
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +93,10 @@ def test_greedy_text_is_the_same_with_an_automatic_budget(row_us, engines, promp
         for text, new in zip(got, last.new_tokens, strict=True):
             text += new
     assert got == plain
-    automatic = engine.automatic(GREEDY, Draft(), len(prompts), Limits(), 1)
+    automatic = engine.automatic(Draft(), len(prompts), 1, 1)
     # A random drafter is right for one row in 320 or so: 2 rounds of 7 nodes in the probe, then 16 rows or one.
-    probe, rounds = 2 * 7 * len(prompts), last.snapshot.rounds.sum() - 3 * len(prompts)
-    assert last.snapshot.nodes.sum() == probe if row_us else probe + 15 * (rounds - 2 * len(prompts))
+    probe, rounds = 2 * 7 * len(prompts), last.counts.rounds.sum() - 3 * len(prompts)
+    assert last.counts.nodes.sum() == probe if row_us else probe + 15 * (rounds - 2 * len(prompts))
     assert automatic.acceptance == pytest.approx(1, abs=0.3)
 
 
@@ -111,7 +108,7 @@ def test_an_automatic_budget_measures_the_machine_it_runs_on(engines, prompts, p
         for text, new in zip(got, step.new_tokens, strict=True):
             text += new
     assert got == plain
-    told = engine.automatic(GREEDY, Draft(), len(prompts), Limits(), 1).as_dict()
+    told = engine.automatic(Draft(), len(prompts), 1, 1).as_dict()
     assert told["costs"] == "measured"
     times = told["round_us_by_rows"]
     assert [*times][:2] == [1, 8]
@@ -135,54 +132,53 @@ def test_greedy_text_is_the_same_on_every_mesh_for_every_budget(mesh, draft, eng
 
 
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_a_drafter_that_knows_the_answer_accepts_whole_blocks(count, engines, prompts):
+def test_a_drafter_that_knows_the_answer_accepts_whole_blocks(count, engines, prompts, served):
     engine, limits = engines(), Limits(max_new_tokens=24)
     prompts = prompts[:count]
     answers = texts(engine, prompts, limits)
     table = np.zeros((count, 64), np.int32)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         table[row, len(prompt) : len(prompt) + len(answer)] = answer
-    told, last = run(with_drafter(engine, Told(table)), engine.parameters, prompts, limits)
+    result = served(engine, with_drafter(engine, Told(table)), prompts, limits)
+    told, last = result.texts, result.last
     assert told == answers
     # One token from prefill, then 8 a round: 23 more take three, the last one cut.
-    assert last.snapshot.rounds.tolist() == [3] * count
-    assert last.snapshot.hits.tolist() == [[3] * 7] * count
-    assert rounds_by_tokens(last.snapshot).tolist() == [0, 0, 0, 0, 0, 0, 0, count, 2 * count]
+    assert last.counts.rounds.tolist() == [3] * count
+    assert last.counts.hits.tolist() == [[3] * 7] * count
+    assert rounds_by_tokens(last.counts).tolist() == [0, 0, 0, 0, 0, 0, 0, count, 2 * count]
 
 
-def test_a_drafter_that_knows_nothing_accepts_one_token_a_round(engines, prompts):
+def test_a_drafter_that_knows_nothing_accepts_one_token_a_round(engines, prompts, served):
     engine, limits = engines(), Limits(max_new_tokens=12)
     answers = texts(engine, prompts, limits)
     never = next(token for token in range(320) if not any(token in text for text in answers))
     told = Told(np.full((3, 64), never, np.int32))
-    wrong, last = run(with_drafter(engine, told), engine.parameters, prompts, limits)
+    result = served(engine, with_drafter(engine, told), prompts, limits)
+    wrong, last = result.texts, result.last
     assert wrong == answers
-    assert rounds_by_tokens(last.snapshot).tolist() == [0, 33, 0, 0, 0, 0, 0, 0, 0]
+    assert rounds_by_tokens(last.counts).tolist() == [0, 33, 0, 0, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("limit", [9, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 7, 8, 10))])
-def test_max_new_tokens_is_exact_inside_an_accepted_path(limit, engines, prompts):
+def test_max_new_tokens_is_exact_inside_an_accepted_path(limit, engines, prompts, served):
     engine = engines()
     answer = texts(engine, prompts[:1], Limits(max_new_tokens=24))[0]
     table = np.zeros((1, 64), np.int32)
     table[0, len(prompts[0]) : len(prompts[0]) + 24] = answer
-    told, _ = run(
-        with_drafter(engine, Told(table)), engine.parameters, prompts[:1],
-        Limits(max_new_tokens=limit),
-    )  # fmt: skip
-    assert told == [answer[:limit]]
+    programs = with_drafter(engine, Told(table))
+    assert served(engine, programs, prompts[:1], Limits(max_new_tokens=limit)).texts == [answer[:limit]]
 
 
-def test_a_stop_token_inside_an_accepted_path_ends_the_text_there(engines, prompts):
+def test_a_stop_token_inside_an_accepted_path_ends_the_text_there(engines, prompts, served):
     engine, limits = engines(), Limits(max_new_tokens=24)
     answer = texts(engine, prompts[:1], limits)[0]
     table = np.zeros((1, 64), np.int32)
     table[0, len(prompts[0]) : len(prompts[0]) + 24] = answer
     stop = answer[4]  # the fourth draft of the first round
-    programs = dataclasses.replace(with_drafter(engine, Told(table)), stop_ids=(stop,))
-    told, last = run(programs, engine.parameters, prompts[:1], limits)
+    result = served(engine, with_drafter(engine, Told(table)), prompts[:1], limits, stop_ids=(stop,))
+    told, last = result.texts, result.last
     assert told == [answer[: answer.index(stop) + 1]]
-    assert last.snapshot.rounds.tolist() == [1]
+    assert last.counts.rounds.tolist() == [1]
     report = Report(1)
     report.add(last)
     found = report.as_dict()
@@ -196,13 +192,13 @@ def test_a_stop_token_inside_an_accepted_path_ends_the_text_there(engines, promp
 
 
 @pytest.mark.parametrize("limit", [6, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
-def test_acceptance_length_counts_no_token_behind_the_limit(limit, engines, prompts):
+def test_acceptance_length_counts_no_token_behind_the_limit(limit, engines, prompts, served):
     engine = engines()
     answer = texts(engine, prompts[:1], Limits(max_new_tokens=24))[0]
     table = np.zeros((1, 64), np.int32)
     table[0, len(prompts[0]) : len(prompts[0]) + 24] = answer
     programs = with_drafter(engine, Told(table))
-    _, last = run(programs, engine.parameters, prompts[:1], Limits(max_new_tokens=limit))
+    last = served(engine, programs, prompts[:1], Limits(max_new_tokens=limit)).last
     report = Report(1)
     report.add(last)
     assert report.acceptance_length == (None if limit == 1 else limit - 1)
@@ -214,26 +210,28 @@ def test_acceptance_length_counts_no_token_behind_the_limit(limit, engines, prom
     [("local", 1.0), *(pytest.param(*case, marks=pytest.mark.slow) for case in
      (("local", 0.0), ("hgx-ib-16", 0.0), ("hgx-ib-16", 1.0)))],
 )  # fmt: skip
-def test_ids_beyond_the_tokenizer_are_neither_drawn_nor_drafted(mesh, temperature, engines, prompts):
+def test_ids_beyond_the_tokenizer_are_neither_drawn_nor_drafted(mesh, temperature, engines, prompts, served):
     """Padding rows of the head: the text is what a head without them gives, on every mesh, drafted or not."""
     engine, sampling, limits = engines(mesh), Sampling(temperature), Limits(max_new_tokens=12)
     known = sorted({token for text in texts(engine, prompts, limits, sampling=sampling) for token in text})[-3]
     found = []
     for draft in (PLAIN, Draft("ddtree", 16)):
-        whole = engine.programs(sampling, draft)
+        whole = engine.programs(draft)
         speculation = whole.speculation
         if speculation.drafter is not None:
             speculation = Speculation(dataclasses.replace(speculation.drafter, known_ids=known))
         programs = dataclasses.replace(whole, known_ids=known, speculation=speculation)
-        found.append(run(programs, engine.parameters, prompts, limits)[0])
-        needed = {name: engine.parameters[name] for name in programs.needs}
-        tree = programs.parts[0](needed, prefill(programs, needed, prompts, limits))
+        found.append(served(engine, programs, prompts, limits, sampling=sampling).texts)
+        shape = shape_of(programs, [*map(len, prompts)], [12] * len(prompts), limits)
+        session = Session(programs, engine.parameters, shape)
+        now = session.fill(prompts)
+        tree = programs.parts[0](session.parameters, session.state, now)
         assert tree.tokens.max() < known
     assert found[0] == found[1]
     assert max(map(max, found[0])) < known
     if mesh != "local":
-        local = dataclasses.replace(engines().programs(sampling), known_ids=known)
-        assert run(local, engines().parameters, prompts, limits)[0] == found[0]
+        local = dataclasses.replace(engines().programs(), known_ids=known)
+        assert served(engines(), local, prompts, limits, sampling=sampling).texts == found[0]
 
 
 def test_a_mask_id_that_the_target_really_emits_is_kept(engines, prompts):
@@ -246,7 +244,7 @@ def test_a_mask_id_that_the_target_really_emits_is_kept(engines, prompts):
 
 
 @pytest.mark.parametrize("temperature", [pytest.param(t, marks=pytest.mark.slow) for t in (0.7, 1.0)] + [1.5])
-def test_sampled_text_has_the_targets_law(temperature, engines, forward):
+def test_sampled_text_has_the_targets_law(temperature, engines, forward, served):
     """Chi-square over the joint of the first three tokens, of 2,000 runs with drafts that are often accepted."""
     engine, runs = engines(), 2000
     sampling = Sampling(temperature=temperature, top_k=3)
@@ -258,8 +256,9 @@ def test_sampled_text_has_the_targets_law(temperature, engines, forward):
             ids[row, : len(prefix)] = prefix
         counts = np.array([len(prefix) for prefix in prefixes] + [1] * (9 - len(prefixes)), np.int32)
         logits = forward(engine, causal_rows(jnp.asarray(ids), jnp.zeros(9, jnp.int32), jnp.asarray(counts)))
-        last = logits.logits[np.arange(9), counts - 1][: len(prefixes)]
-        return np.asarray(jax.nn.softmax(filtered_logits(jnp.asarray(last), sampling), axis=-1))
+        last = jnp.asarray(logits.logits[np.arange(9), counts - 1][: len(prefixes)])
+        each = Samplings.of([sampling] * len(last))
+        return np.asarray(jax.nn.softmax(filtered(last[:, None] / temperature, each)[:, 0], axis=-1))
 
     joint = {(): 1.0}
     for _ in range(3):
@@ -276,10 +275,11 @@ def test_sampled_text_has_the_targets_law(temperature, engines, forward):
             marginal[depth - 1, path[depth]] += weight
     marginal[0, np.argsort(marginal[0])[-2]] = 0  # never drafted, so that some rounds accept nothing
     drafts = Fixed(jnp.log(jnp.asarray(marginal, jnp.float32)))
-    programs = with_drafter(engine, drafts, sampling)
-    drawn, last = run(programs, engine.parameters, [prompt] * runs, Limits(max_new_tokens=3), 5, range(runs))
-    hits = np.append(last.snapshot.hits.sum(0), 0)
-    paths = np.append(last.snapshot.rounds.sum(), hits[:-1]) - hits
+    programs, limits = with_drafter(engine, drafts), Limits(max_new_tokens=3)
+    result = served(engine, programs, [prompt] * runs, limits, sampling=sampling, seed=5, samples=range(runs))
+    drawn, last = result.texts, result.last
+    hits = np.append(last.counts.hits.sum(0), 0)
+    paths = np.append(last.counts.rounds.sum(), hits[:-1]) - hits
     assert (paths > runs / 50).all(), f"drafts must be accepted and rejected: {paths}"
 
     observed = dict.fromkeys(joint, 0)
@@ -304,11 +304,11 @@ def test_sampled_text_is_the_plain_sampled_text(engines, prompts):
     assert texts(engines(), prompts, limits, Draft("ddtree", 16), sampling, seed=2) == expected
 
 
-def test_synthetic_acceptance_has_the_wanted_mean(engines, prompts):
+def test_synthetic_acceptance_has_the_wanted_mean(engines, prompts, served):
     engine = engines()
-    programs = engine.programs(GREEDY, Draft("ddtree", 16, synthetic=3.25))
-    _, last = run(programs, engine.parameters, prompts * 4, Limits(max_new_tokens=120))
-    rounds, hits = last.snapshot.rounds.sum(), last.snapshot.hits.sum(0)
+    programs = engine.programs(Draft("ddtree", 16, synthetic=3.25))
+    last = served(engine, programs, prompts * 4, Limits(max_new_tokens=120)).last
+    rounds, hits = last.counts.rounds.sum(), last.counts.hits.sum(0)
     assert hits[:2].tolist() == [rounds, rounds]
     assert hits[3:].tolist() == [0] * 4
     assert 1 + hits.sum() / rounds == pytest.approx(3.25, abs=0.1)
@@ -316,19 +316,16 @@ def test_synthetic_acceptance_has_the_wanted_mean(engines, prompts):
 
 def test_the_compiled_rounds_never_leave_the_device_and_copy_no_cache(engines):
     engine = engines()
-    programs = engine.programs(GREEDY, Draft("ddtree", 7))
+    programs = engine.programs(Draft("ddtree", 7))
 
-    def compiled(capacity):
-        state = jax.eval_shape(
-            lambda: programs.start(
-                jnp.zeros((3, 2), jnp.uint32), jnp.ones(3, jnp.int32), capacity=capacity, max_new_tokens=8
-            )
-        )
-        program = programs.decode.lower(engine.parameters, state, jnp.int32(8)).compile()
+    def compiled(tiles):
+        state = jax.eval_shape(lambda: programs.start(slots=3, pages=3 * tiles, capacity=64 * tiles))
+        now = Dispatch(jax.ShapeDtypeStruct((3, tiles), jnp.int32), jax.ShapeDtypeStruct((3,), bool))
+        program = programs.decode(3, 8).lower(engine.parameters, state, now, jnp.int32(8)).compile()
         return program, state.cache[0].latent.shape, sum(x.size * 4 for x in jax.tree.leaves(state.cache))
 
-    small, _, small_bytes = compiled(8192)
-    program, shape, cache_bytes = compiled(16384)
+    small, _, small_bytes = compiled(128)
+    program, shape, cache_bytes = compiled(256)
     text = program.as_text()
     for forbidden in ("callback", "outfeed", "infeed", "send(", "recv("):
         assert forbidden not in text, forbidden
@@ -345,7 +342,7 @@ def test_the_compiled_rounds_never_leave_the_device_and_copy_no_cache(engines):
 def test_drafting_without_a_drafter_is_refused(engines):
     engine = dataclasses.replace(engines(), drafter=None)
     with pytest.raises(ValueError, match="needs a drafter"):
-        engine.programs(GREEDY, Draft("chain", 5))
+        engine.programs(Draft("chain", 5))
 
 
 @pytest.mark.parametrize(("field", "value"), [("budget", -1), ("synthetic", 0.5)])
@@ -362,13 +359,13 @@ def test_a_drafter_without_a_depth_is_refused(depth):
         Speculation(drafter)
 
 
-def test_a_tree_deeper_than_its_drafter_says_is_refused(engines, prompts):
+def test_a_tree_deeper_than_its_drafter_says_is_refused(engines, prompts, served):
     drafter = Fixed(jnp.zeros((3, 320)))
     drafter.max_depth = 2
     with pytest.raises(ValueError, match="drafter Fixed proposed a tree of depth 3, and its max_depth is 2"):
-        run(with_drafter(engines(), drafter), engines().parameters, prompts, Limits(max_new_tokens=4))
+        served(engines(), with_drafter(engines(), drafter), prompts, Limits(max_new_tokens=4))
 
 
 def test_an_unknown_drafter_is_refused_with_those_that_are_known(engines):
     with pytest.raises(ValueError, match="speculation is 'lookup'; choose from none, chain, ddtree"):
-        engines().programs(GREEDY, Draft("lookup"))
+        engines().programs(Draft("lookup"))

@@ -85,7 +85,8 @@ def test_an_exchange_is_an_option_of_the_commands(recipe, capsys):
 def test_a_kernel_is_chosen_and_compared_with_the_reference(recipe):
     found = recipe("kernel")
     case = OPERATION.cases["one request"]
-    assert [name for name, case in OPERATION.checks.items() if OPERATION.serves("decode", case)] == ["long"]
+    assert OPERATION.serves("decode", case)
+    assert not any(OPERATION.serves("decode", each) for each in OPERATION.checks.values()), "they all have more rows"
     tree = dataclasses.replace(case.shape, rows=17)
     with pytest.raises(ValueError, match="cannot use 'decode': there are 17 rows, and it serves plain decoding alone"):
         OPERATION.choose(tree, jnp.bfloat16, H200, "decode")

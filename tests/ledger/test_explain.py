@@ -15,13 +15,13 @@ from rich.console import Console
 from kimi_jax.commands import decode
 from kimi_jax.config import ModelConfig
 from kimi_jax.decoding.engine import Draft, model_for
-from kimi_jax.decoding.sampling import Sampling
+from kimi_jax.decoding.state import Dispatch
 from kimi_jax.estimator.scenario import make_scenario
 from kimi_jax.ledger.explain import explain
 from kimi_jax.ledger.models import k26, kimi_drafter
 from kimi_jax.ledger.step import Step, ledger
-from kimi_jax.model.cache import empty_cache
-from kimi_jax.model.transformer import causal_rows
+from kimi_jax.model.pages import empty_cache
+from kimi_jax.model.rows import causal_rows
 from kimi_jax.parallel.messages import Message
 from kimi_jax.parallel.placement import even_placement
 from kimi_jax.parallel.sharding import REQUESTS, cache_axis, cache_spec, rules
@@ -151,9 +151,11 @@ def compiled_forward(machine: Preset, model, rows: int = ROWS) -> str:
     run = jax.jit(jax.shard_map(forward, mesh=mesh, in_specs=in_specs, out_specs=REQUESTS, check_vma=False))
     tokens = jax.ShapeDtypeStruct((requests, rows), jnp.int32)
     counts = jax.ShapeDtypeStruct((requests,), jnp.int32)
-    batch = jax.eval_shape(causal_rows, tokens, counts, counts)
+    pages = jax.ShapeDtypeStruct((requests, 1), jnp.int32)
+    batch = jax.eval_shape(causal_rows, tokens, counts, counts, pages)
     axis = cache_axis(places)
-    cache = jax.eval_shape(functools.partial(empty_cache, model.config, requests, 8, jnp.float32, axis))
+    ranks = 1 if axis is None else machine.layout.tp
+    cache = jax.eval_shape(functools.partial(empty_cache, model.config, requests, jnp.float32, axis, ranks))
     return run.lower(abstract(model, jnp.float32, mesh, places), batch, cache).compile().as_text()
 
 
@@ -162,15 +164,13 @@ def compiled_forward(machine: Preset, model, rows: int = ROWS) -> str:
 def test_a_round_sends_what_is_told(name, engines):
     """Layers, head and drafter together are all messages of a compiled round that drafts and verifies a tree."""
     engine, budget, requests = engines(name), 7, 1
-    programs = engine.programs(Sampling(), Draft("ddtree", budget))
+    programs = engine.programs(Draft("ddtree", budget))
     layout = engine.layout
-    batch = programs.request_multiple
-    start = functools.partial(programs.start, capacity=programs.cache_multiple, max_new_tokens=8)
-    state = jax.eval_shape(
-        start, jax.ShapeDtypeStruct((batch, 2), jnp.uint32), jax.ShapeDtypeStruct((batch,), jnp.int32)
-    )
+    slots = programs.groups
+    state = jax.eval_shape(lambda: programs.start(slots=slots, pages=slots, capacity=programs.page_tokens))
+    now = Dispatch(jax.ShapeDtypeStruct((slots, 1), jnp.int32), jax.ShapeDtypeStruct((slots,), bool))
     parameters = {name: engine.parameters[name] for name in programs.needs}
-    text = programs.round.lower(parameters, state).compile().as_text()
+    text = programs.round.lower(parameters, state, now).compile().as_text()
     assert engine.drafter is not None
     step = Step(
         engine.config, layout, requests * layout.groups, budget + 1, 8, engine.drafter.config, dtype=jnp.float32

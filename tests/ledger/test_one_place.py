@@ -48,9 +48,9 @@ RULES = {
         call_of("with_axes", "dp", "ep", "tp"), set(), "preset(o.mesh).with_axes(dp=o.dp, ep=o.ep, tp=o.tp)",
     ),
     "requests of a group": (product_of("dp", "ep"), {"meshes/presets.py"}, "-(-requests // (layout.dp * layout.ep))"),
-    "a cache's multiple": (
-        lambda node: isinstance(node, ast.Name) and node.id == "CACHE_MULTIPLE", {"kimi_jax/parallel/sharding.py"},
-        "CACHE_MULTIPLE * ranks",
+    "tokens of a page": (
+        lambda node: isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and "PAGE" in names(node),
+        {"kimi_jax/model/pages.py", "kimi_jax/parallel/sharding.py"}, "PAGE * ranks",
     ),
     "a card by its kind": (
         lambda node: isinstance(node, ast.Call) and names(node.func) >= {"startswith"} and "device_kind" in names(node),

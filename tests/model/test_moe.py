@@ -34,9 +34,9 @@ def test_the_bias_is_float32_whatever_the_models_type(engines):
 def test_a_layer_is_the_weighted_sum_of_its_experts(engines):
     engine = engines()
     block = bind(engine.model, engine.parameters["target"]).model.layers[2].mlp
-    x = np.random.default_rng(0).normal(size=(1, 5, engine.config.hidden_size)).astype(np.float32)
-    valid = jnp.asarray([[True, True, False, True, True]])
-    out = np.asarray(block(jnp.asarray(x), valid))[0]
+    x = np.random.default_rng(0).normal(size=(5, engine.config.hidden_size)).astype(np.float32)
+    valid = jnp.asarray([True, True, False, True, True])
+    out = np.asarray(block(jnp.asarray(x), valid))
 
     def silu(v):
         return v / (1 + np.exp(-v))
@@ -52,10 +52,10 @@ def test_a_layer_is_the_weighted_sum_of_its_experts(engines):
     gate, up, down = (int4(p) for p in (block.experts.gate_proj, block.experts.up_proj, block.experts.down_proj))
     shared = block.shared_experts
     dense = [np.asarray(p.weight[...], np.float64) for p in (shared.gate_proj, shared.up_proj, shared.down_proj)]
-    picked, weights = (np.asarray(part) for part in block.gate(jnp.asarray(x[0])))
+    picked, weights = (np.asarray(part) for part in block.gate(jnp.asarray(x)))
     for row in range(5):
-        expected = mlp(x[0, row].astype(np.float64), *dense)
+        expected = mlp(x[row].astype(np.float64), *dense)
         if row != 2:  # a padding row is routed nowhere
             for expert, weight in zip(picked[row], weights[row], strict=True):
-                expected = expected + weight * mlp(x[0, row].astype(np.float64), gate[expert], up[expert], down[expert])
+                expected = expected + weight * mlp(x[row].astype(np.float64), gate[expert], up[expert], down[expert])
         np.testing.assert_allclose(out[row], expected, atol=1e-5)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kimi_jax.model.transformer import causal_rows
+from kimi_jax.model.rows import causal_rows
 from kimi_jax.parameters import bind
 
 pytestmark = pytest.mark.core

@@ -9,7 +9,7 @@ import pytest
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.rope import inverse_frequencies, rotate, rotation
-from kimi_jax.model.transformer import causal_rows
+from kimi_jax.model.rows import causal_rows
 
 DATA = Path(__file__).parents[1] / "data"
 K26 = ModelConfig.from_json(DATA / "configs" / "kimi_k26.json")

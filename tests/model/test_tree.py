@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kimi_jax.model.cache import Latents
-from kimi_jax.model.transformer import Rows, causal_rows
+from kimi_jax.model.pages import Latents
+from kimi_jax.model.rows import Rows, causal_rows
 
 pytestmark = pytest.mark.core
 
@@ -48,6 +48,7 @@ def test_every_row_is_a_causal_forward_of_its_path(shape, engines, forward):
         jnp.asarray(lengths[:, None] + depths, jnp.int32),
         jnp.broadcast_to(jnp.asarray(seen), (count, rows, rows)),
         jnp.asarray(lengths),
+        jnp.zeros((count, 0), jnp.int32),
     )
     verified = forward(engine, tree, cache)
     assert np.isfinite(verified.logits).all(), "padding rows and garbage must not make NaN"

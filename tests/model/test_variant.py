@@ -3,7 +3,7 @@
 import numpy as np
 from safetensors.numpy import load_file
 
-from kimi_jax.model.transformer import causal_rows
+from kimi_jax.model.rows import causal_rows
 
 
 def test_logits_of_the_variant(engines, forward, request):

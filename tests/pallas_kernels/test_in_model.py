@@ -22,12 +22,11 @@ from jax.sharding import NamedSharding
 from kimi_jax.config import ModelConfig
 from kimi_jax.ddtree.tree import build_tree
 from kimi_jax.decoding.engine import Engine, model_for
-from kimi_jax.decoding.generate import Limits, generate
-from kimi_jax.decoding.sampling import Sampling
+from kimi_jax.decoding.generate import Limits
 from kimi_jax.decoding.speculation import Speculation
 from kimi_jax.model import attention, moe
-from kimi_jax.model.cache import Latents
-from kimi_jax.model.transformer import Rows
+from kimi_jax.model.pages import Latents
+from kimi_jax.model.rows import Rows
 from kimi_jax.parallel.sharding import rules
 from kimi_jax.parameters import declarations, from_leaves
 from kimi_jax.tokenizer import Tokenizer
@@ -161,7 +160,8 @@ def tree_rows(engine: Engine):
     sees[1, 5:] = False  # padding rows
     depths = np.maximum(sees.sum(-1) - 1, 0)
     tokens = rng.integers(0, 300, (2, ROWS)).astype(np.int32)
-    return Rows(tokens, (lengths[:, None] + depths).astype(np.int32), sees, lengths), cache
+    nowhere = np.zeros((2, 0), np.int32)  # `forward` puts the cache into pages
+    return Rows(tokens, (lengths[:, None] + depths).astype(np.int32), sees, lengths, nowhere), cache
 
 
 @pytest.mark.parametrize(
@@ -197,24 +197,20 @@ class FixedTree:
         return jax.vmap(lambda root: build_tree(table, 7, root=root))(state.anchors)
 
 
-def greedy_texts(engine: Engine, drafter) -> list[list[int]]:
+def greedy_texts(engine: Engine, drafter, served) -> list[list[int]]:
     prompts = [list(range(5, 40)), [7, 301, 12]]
-    texts = [[] for _ in prompts]
-    programs = dataclasses.replace(engine.programs(Sampling()), speculation=Speculation(drafter))
-    for progress in generate(programs, engine.parameters, prompts, Limits(max_new_tokens=6)):
-        for text, new in zip(texts, progress.new_tokens, strict=True):
-            text += new
-    return texts
+    programs = dataclasses.replace(engine.programs(), speculation=Speculation(drafter))
+    return served(engine, programs, prompts, Limits(max_new_tokens=6)).texts
 
 
 @pytest.mark.parametrize("name", LONG_RUNS)
-def test_greedy_text_is_unchanged(name, monkeypatch):
+def test_greedy_text_is_unchanged(name, monkeypatch, served):
     machine, target = PRESETS[name]
     engine = random_engine(machine)
-    want = greedy_texts(engine, FixedTree())
+    want = greedy_texts(engine, FixedTree(), served)
     attend = OneRankAtATime(tree_attention, target)
     with served_by(monkeypatch, attention_kernel=attend):
-        assert greedy_texts(fresh(engine), FixedTree()) == want
+        assert greedy_texts(fresh(engine), FixedTree(), served) == want
     assert [len(text) for text in want] == [6, 6]
     assert len(attend.errors) >= 4 * engine.mesh.size  # prefill and at least one round, two layers
     assert max(attend.errors) < OPERATIONS["tree_attention"].tolerances[0].frobenius

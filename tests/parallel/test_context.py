@@ -1,5 +1,7 @@
 """Decode-context parallelism: a cache split over tp gives the same logits and the same text as a copied one."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,18 +11,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kimi_jax.decoding.engine import PLAIN, Draft, Engine
 from kimi_jax.decoding.generate import Limits
 from kimi_jax.decoding.sampling import Sampling
-from kimi_jax.model.cache import Latents, commit, empty_cache
-from kimi_jax.model.transformer import Rows, causal_rows
+from kimi_jax.model.pages import Latents, commit, empty_cache, places_of
+from kimi_jax.model.rows import Rows, causal_rows
 from kimi_jax.parallel.collectives import all_gather
 from kimi_jax.parallel.context import part_lengths
 from kimi_jax.parallel.sharding import REQUESTS, cache_axis, cache_spec
 from kimi_jax.parameters import bind, specs
+from pallas_kernels.tree_attention import PAGE
 
 HGX = "hgx-ib-16 split cache"
 OTHERS = [
     pytest.param(f"{name} split cache", marks=pytest.mark.slow) for name in ("hgx-ib-16 replicas", "nvl36", "nvl72")
 ]
-CAPACITY = 64
 
 
 def step(engine: Engine, expanded: bool):
@@ -31,7 +33,9 @@ def step(engine: Engine, expanded: bool):
         bound = bind(engine.model, parameters)
         output = bound.model(rows, cache, expanded=expanded)
         logits = all_gather(bound.logits(output.hidden), "tp", dimension=2)
-        return logits, commit(cache, output.latents, rows.lengths)
+        counts = rows.valid.sum(1)
+        places = places_of(cache, rows.pages, rows.lengths, counts, rows.tokens.shape[1])
+        return logits, commit(cache, [output.latents], [places])
 
     in_specs = (specs(engine.model, rules), REQUESTS, cache_spec(rules))
     out_specs = (REQUESTS, cache_spec(rules))
@@ -58,15 +62,19 @@ def test_logits_in_chunks(mesh, expanded, engines, reference):
     count, length = ids.shape
     requests = placed(engine, causal_rows(ids, *[jnp.zeros(count, jnp.int32)] * 2)).tokens.shape[0]
     sharding = NamedSharding(engine.mesh, cache_spec(engine.rules))
-    cache = jax.device_put(
-        empty_cache(engine.config, requests, CAPACITY, jnp.float32, cache_axis(engine.rules)), sharding
-    )
-    assert cache[0].latent.addressable_shards[0].data.shape[1] == CAPACITY // engine.mesh.shape["tp"]
+    ranks = engine.mesh.shape["tp"]
+    empty = empty_cache(engine.config, requests, jnp.float32, cache_axis(engine.rules), ranks)
+    cache = jax.device_put(empty, sharding)
+    assert cache[0].latent.addressable_shards[0].data.shape[1] == PAGE
+    groups = engine.mesh.shape["dp"] * engine.mesh.shape["ep"]
+    pages = np.arange(requests, dtype=np.int32)[:, None] % (requests // groups)  # one a request, in its group's pool
+    pages = jax.device_put(pages, NamedSharding(engine.mesh, REQUESTS))
     found, run = [], step(engine, expanded)
     with jax.default_matmul_precision("highest"):
         for first, end in ((0, 5), (5, length)):
             fill = jnp.full(count, first, jnp.int32)
             rows = placed(engine, causal_rows(ids[:, first:end], fill, jnp.full(count, end - first, jnp.int32)))
+            rows = dataclasses.replace(rows, pages=pages)
             logits, cache = run(engine.parameters["target"], rows, cache)
             found.append(np.asarray(logits)[:count])
     np.testing.assert_allclose(np.concatenate(found, axis=1), reference["logits"], atol=1e-4)
@@ -109,13 +117,15 @@ def test_positions_lie_on_the_ranks_in_turn():
 
     def write(lengths):
         latents = [Latents(jnp.zeros((4, 8, 2)), jnp.zeros((4, 8, 1)), "tp")]
+        pages = jnp.arange(4)[:, None]
         for first in range(0, 32, chunk):
             width = min(chunk, 32 - first)
             index = first + jnp.arange(width)
             new = jnp.broadcast_to(index[None, :, None] + 100.0, (4, width, 2))
             # Every request is written up to its own length and one chunk on, as a round writes rejected rows.
             start = jnp.where(first <= lengths, first, 32)
-            latents = commit(latents, [Latents(new, new[..., :1])], start)
+            places = places_of(latents, pages, start, jnp.full(4, width), width)
+            latents = commit(latents, [[Latents(new, new[..., :1])]], [places])
         return latents[0].latent, part_lengths(lengths, "tp")[:, None]
 
     run = jax.jit(jax.shard_map(write, mesh=mesh, in_specs=PartitionSpec(), out_specs=spec, check_vma=False))

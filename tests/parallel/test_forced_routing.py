@@ -21,9 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.decoding.engine import model_for
-from kimi_jax.model.cache import empty_cache
 from kimi_jax.model.moe import Router
-from kimi_jax.model.transformer import causal_rows
+from kimi_jax.model.rows import causal_rows
 from kimi_jax.parallel.collectives import all_gather
 from kimi_jax.parallel.counters import counting
 from kimi_jax.parallel.placement import EMPTY, even_placement
@@ -98,7 +97,7 @@ def program(name: str, experts: str, exchange: str):
     machine = MACHINES[name].with_layout(layout)
     model, mesh, places = model_for(CONFIG, layout), build_mesh(machine, jax.devices()), rules(layout)
 
-    def forward(parameters, bias, rows, cache):
+    def forward(parameters, bias, rows):
         layers = {
             index: layer | {"mlp": layer["mlp"] | {"gate": layer["mlp"]["gate"] | {"e_score_correction_bias": bias}}}
             if "gate" in layer["mlp"]
@@ -109,7 +108,7 @@ def program(name: str, experts: str, exchange: str):
         with counting(loads=True) as counted, pytest.MonkeyPatch.context() as patch:
             gaps: list[jax.Array] = []
             patch.setattr(Router, "__call__", telling_gaps(Router.__call__, gaps))
-            hidden = bound.model(rows, cache).hidden
+            hidden = bound.model(rows).hidden
         overflows = sum((overflow.astype(jnp.int32) for overflow in counted.overflows), jnp.int32(0))
         loads = jax.lax.psum(jnp.stack(counted.loads), ("dp", "ep"))
         logits = all_gather(bound.logits(hidden), "tp", dimension=2)
@@ -118,7 +117,7 @@ def program(name: str, experts: str, exchange: str):
 
     weights = specs(model, places)
     mapped = jax.shard_map(
-        forward, mesh=mesh, in_specs=(weights, PartitionSpec(), REQUESTS, REQUESTS),
+        forward, mesh=mesh, in_specs=(weights, PartitionSpec(), REQUESTS),
         out_specs=(REQUESTS, REQUESTS, PartitionSpec(), PartitionSpec()), check_vma=False,
     )  # fmt: skip
     compiled = jax.jit(mapped)
@@ -129,7 +128,7 @@ def program(name: str, experts: str, exchange: str):
         counts = np.where(np.arange(requests) < requests - padding, ROWS, 0).astype(np.int32)
         rows = causal_rows(jnp.asarray(tokens()[:requests]), jnp.zeros(requests, jnp.int32), jnp.asarray(counts))
         with jax.default_matmul_precision("highest"):
-            found = compiled(parameters, bias, rows, empty_cache(CONFIG, requests, 0, jnp.float32))
+            found = compiled(parameters, bias, rows)
         return jax.tree.map(np.asarray, found)
 
     return run

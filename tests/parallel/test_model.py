@@ -13,8 +13,7 @@ from kimi_jax.decoding.engine import model_for, open_checkpoint
 from kimi_jax.decoding.generate import Limits
 from kimi_jax.decoding.report import Report
 from kimi_jax.decoding.sampling import Sampling
-from kimi_jax.model.cache import empty_cache
-from kimi_jax.model.transformer import causal_rows
+from kimi_jax.model.rows import causal_rows
 from kimi_jax.parallel.collectives import all_gather
 from kimi_jax.parallel.exchange import all_to_all
 from kimi_jax.parallel.sharding import REQUESTS, rules
@@ -89,14 +88,14 @@ def test_tp_64_on_64_of_72():
         layout = machine.layout
         model, mesh, places = model_for(config, layout), build_mesh(machine, jax.devices()), rules(layout)
 
-        def forward(parameters, rows, cache):
+        def forward(parameters, rows):
             bound = bind(model, parameters)
-            return all_gather(bound.logits(bound.model(rows, cache).hidden), "tp", dimension=2)
+            return all_gather(bound.logits(bound.model(rows).hidden), "tp", dimension=2)
 
-        in_specs = (specs(model, places), REQUESTS, REQUESTS)
+        in_specs = (specs(model, places), REQUESTS)
         run = jax.shard_map(forward, mesh=mesh, in_specs=in_specs, out_specs=REQUESTS, check_vma=False)
         with jax.default_matmul_precision("highest"):
-            return np.asarray(jax.jit(run)(random_weights(model), rows, empty_cache(config, 2, 0, jnp.float32)))
+            return np.asarray(jax.jit(run)(random_weights(model), rows))
 
     one = logits(preset("local"))
     assert one.std() > 0.1

@@ -11,10 +11,12 @@ from jax.sharding import Mesh, PartitionSpec
 from kimi_jax.checkpoint.convert import to_orbax
 from kimi_jax.checkpoint.sharded.manifest import read_manifest
 from kimi_jax.decoding.engine import Draft, Engine, open_checkpoint
-from kimi_jax.decoding.generate import Limits, prefill
+from kimi_jax.decoding.generate import Limits, shape_of
 from kimi_jax.decoding.rebalance import Rebalancer, fetch_slots, source_slots
 from kimi_jax.decoding.sampling import Sampling
-from kimi_jax.model.transformer import CausalLM, causal_rows
+from kimi_jax.decoding.session import Session
+from kimi_jax.model.rows import causal_rows
+from kimi_jax.model.transformer import CausalLM
 from kimi_jax.parallel.eplb import balanced_placements, save_placements
 from kimi_jax.parallel.placement import EMPTY, Placement, even_placement
 from meshes.devices import build_mesh
@@ -100,8 +102,8 @@ def test_experts_move_between_rounds_and_the_text_does_not_change(engine, refere
     looked = rebalancer.looks
     assert texts(moving, prompts, limits) == expected, "from where the experts lie now, and on"
     assert rebalancer.looks > looked
-    programs = moving.programs(Sampling(), TREE)
-    assert programs.decode._cache_size() == 1, "moved weights lie as loaded ones do"
+    compiled = moving.programs(TREE)._compiled.values()
+    assert [run._cache_size() for run in compiled] == [1] * len(compiled), "moved weights lie as loaded ones do"
 
     source = open_tiny().parameters["target"]["model"]["layers"]
     for layer, placement in rebalancer.placements.items():
@@ -134,8 +136,10 @@ def test_loads_are_the_references_choices(engine, reference):
     """Counted in chunks, on two replicas of two ranks; padding rows and empty requests count for nothing."""
     moving = engine.rebalancing(every=1000)
     prompts = reference["input_ids"].tolist()
-    state = prefill(moving.programs(Sampling(), TREE), moving.parameters, prompts, Limits(prefill_chunk=16))
-    loads = np.asarray(state.counters.loads)
+    programs, limits = moving.programs(TREE), Limits(prefill_chunk=16)
+    session = Session(programs, moving.parameters, shape_of(programs, [*map(len, prompts)], [1] * 3, limits))
+    session.fill(prompts)
+    loads = np.asarray(session.state.counters.loads)
     assert loads.shape == (4, LAYERS, EXPERTS)
     for layer in range(LAYERS):
         for request in range(3):

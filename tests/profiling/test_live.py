@@ -10,7 +10,6 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from kimi_jax.decoding.engine import PLAIN
-from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.profiling import diff, dump, live, tables, trace
 from kimi_jax.profiling.hlo import Instruction, Module
 from kimi_jax.profiling.report import make_report
@@ -120,7 +119,7 @@ def test_no_rounds_are_refused():
 def test_dump_of_a_generation(machine_and_engine, tmp_path, monkeypatch):
     machine, engine = machine_and_engine
     monkeypatch.setattr(live, "compile_for", twice(live.compile_for))
-    programs = engine.programs(Sampling(), PLAIN)
+    programs = engine.programs(PLAIN)
     live.dump_generation(engine, machine, "h200", programs, tmp_path / "dump", requests=1, context=10, new_tokens=4)
     for program in ("prefill", "decode"):
         index = (tmp_path / "dump" / program / "index.md").read_text()

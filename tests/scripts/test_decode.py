@@ -63,6 +63,38 @@ def test_the_readmes_command_tells_a_story_and_plain_decoding_the_same(decode, m
     assert re.fullmatch(r"32 tokens in [\d.]+ s: [\d.]+ s to start, then [\d.]+ tokens/s", last)
 
 
+def test_lines_come_as_prompts_end_and_a_journal_remembers_them(decode, tmp_path):
+    prompts, journal = tmp_path / "prompts.jsonl", tmp_path / "journal.jsonl"
+    rows = [
+        {"prompt": f"Line {number}", "max_tokens": limit, "id": str(number)} for number, limit in enumerate((9, 2, 4))
+    ]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ("--file", prompts, *RANDOM[:2], "--speculation", "none", "--raw", "--batch", "3")
+
+    def lines(*more):
+        return [json.loads(line) for line in decode(*options, *more).out.splitlines()]
+
+    *done, last = lines("--lines", "done", "--journal", journal)
+    assert [line["index"] for line in done] == [1, 2, 0]
+    assert last["summary"]["from_journal"] == 0
+    assert [len(line["token_ids"]) for line in done] == [2, 4, 9]
+    *order, _ = lines("--lines", "order")
+    assert [line["index"] for line in order] == [0, 1, 2]
+    assert sorted(done, key=lambda line: line["index"]) == order
+    whole = journal.read_text()
+    kept = whole.splitlines(keepends=True)
+    journal.write_text(kept[0] + kept[1][:40])  # killed while it wrote
+    *again, last = lines("--lines", "order", "--journal", journal)
+    assert again == order
+    assert last["summary"]["from_journal"] == 1
+    assert journal.read_text().splitlines(keepends=True)[0] == kept[0]
+    *again, last = lines("--lines", "order", "--journal", journal)
+    assert again == order
+    assert last["summary"] == {"prompts": 3, "from_journal": 3}
+    journal.write_text("no journal\n")
+    assert "is no line of a journal" in decode(*options, "--journal", journal, expect=1).err
+
+
 @pytest.mark.slow
 def test_prompts_from_files_and_standard_input(decode, tmp_path):
     lines, messages = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"

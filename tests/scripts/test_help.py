@@ -9,7 +9,7 @@ from kimi_jax.commands import COMMANDS, run
 
 ROOT = Path(__file__).parents[2]
 SUBCOMMANDS = {
-    "benchmark": ("speculation", "peers", "scaling", "gpu", "page"),
+    "benchmark": ("speculation", "peers", "serve", "scaling", "gpu", "page"),
     "convert": ("plan", "to-orbax", "to-hf"),
     "estimate": ("point", "sweep", "recommend", "smallest", "compare", "explain", "check", "original", "validate",
                  "plot", "docs"),

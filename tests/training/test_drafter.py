@@ -10,8 +10,7 @@ from kimi_jax.drafter.config import DrafterConfig
 from kimi_jax.drafter.context import empty_context
 from kimi_jax.drafter.dflash import DFlash, stack_taps
 from kimi_jax.drafter.loss import DraftLoss
-from kimi_jax.model.cache import empty_cache
-from kimi_jax.model.transformer import causal_rows
+from kimi_jax.model.rows import causal_rows
 from kimi_jax.parameters import bind
 from kimi_jax.training import small, target
 from kimi_jax.training.data import Chat
@@ -83,8 +82,7 @@ def test_training_blocks_are_the_decoder_s_blocks(models, texts):
         bound, bound_drafter = bind(model, weights), bind(drafter, drafter_weights)
         zero, count = jnp.zeros(1, jnp.int32), jnp.full(1, start)
         prefix = texts.tokens[row, :start][None]
-        cache = empty_cache(model.config, 1, 0, jnp.float32)
-        output = bound.model(causal_rows(prefix, zero, count), cache, drafter.config.target_layer_ids)
+        output = bound.model(causal_rows(prefix, zero, count), None, drafter.config.target_layer_ids)
         context = empty_context(dataclasses.replace(drafter.config, draft_window=32), 1, jnp.float32)
         context = bound_drafter.extend_context(context, stack_taps(output.taps), zero, count)
         hidden = bound_drafter.draft(context, anchor_token[None], count, bound.model.embed_tokens)

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kimi_jax.model.cache import empty_cache
-from kimi_jax.model.transformer import CausalLM, causal_rows
+from kimi_jax.model.rows import causal_rows
+from kimi_jax.model.transformer import CausalLM
 from kimi_jax.parameters import bind
 from kimi_jax.training import data, target
 from kimi_jax.training.export import dequantize_experts, quantize_experts
@@ -32,13 +32,13 @@ def test_training_model_is_the_inference_model(tiny_config, parameters, batch):
     1e-4: float32, experts summed in another order. `capacity_factor` 2 is experts / top_k here: nothing is dropped.
     """
     quantized = quantize_experts(parameters, tiny_config)
-    rows, cache = batch.rows(), empty_cache(tiny_config, 4, 0, jnp.float32)
+    rows = batch.rows()
 
     def logits(model, weights):
         @jax.jit
         def run(weights):
             bound = bind(model, weights)
-            return bound.logits(bound.model(rows, cache, expanded=True).hidden)
+            return bound.logits(bound.model(rows, expanded=True).hidden)
 
         return run(weights)
 
@@ -54,8 +54,7 @@ def test_packed_chats_do_not_see_each_other(tiny_config, parameters, batch):
 
     @jax.jit
     def hidden(parameters, rows):
-        cache = empty_cache(tiny_config, rows.tokens.shape[0], 0, jnp.float32)
-        return bind(model, parameters).model(rows, cache).hidden
+        return bind(model, parameters).model(rows).hidden
 
     packed = hidden(parameters, batch.rows())
     where = np.flatnonzero(np.asarray(batch.documents)[1] == 2)
@@ -72,9 +71,7 @@ def test_loss_is_the_cross_entropy_of_the_answers(tiny_config, parameters, batch
     @jax.jit
     def every_loss(parameters):
         bound = bind(model, parameters)
-        return jax.nn.log_softmax(
-            bound.logits(bound.model(batch.rows(), empty_cache(tiny_config, 4, 0, jnp.float32)).hidden)
-        )
+        return jax.nn.log_softmax(bound.logits(bound.model(batch.rows()).hidden))
 
     log_probs = np.asarray(every_loss(parameters))
     expected = 0.0

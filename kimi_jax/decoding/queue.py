@@ -1,0 +1,138 @@
+"""Requests on their way through an engine's slots: the scheduler's plans run on the devices, and what came is told."""
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from kimi_jax.decoding.automatic import AutomaticBudget
+from kimi_jax.decoding.rebalance import Rebalancer
+from kimi_jax.decoding.session import Ran, Session
+from kimi_jax.decoding.state import Snapshot
+from kimi_jax.serving.events import Event, Seen
+from kimi_jax.serving.plan import Request
+from kimi_jax.serving.scheduler import Scheduler
+
+
+class Queue:
+    """Requests in slots and those that wait for one. Every `step` is one dispatch.
+
+    All processes that share the devices call it alike, with the same requests in the same order.
+
+    Args:
+      session: with nobody in it.
+      automatic: picks the rows that each dispatch verifies; without it they are those of the programs.
+      rebalancer: moves experts between dispatches.
+      beat: called whenever a dispatch has ended.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        automatic: AutomaticBudget | None = None,
+        rebalancer: Rebalancer | None = None,
+        beat: Callable[[], None] = lambda: None,
+    ):
+        self.session, self.scheduler = session, Scheduler(session.shape)
+        self.rounds = 0
+        """Rounds in which somebody's text went on."""
+        self.slot_rounds = 0
+        """Slots whose texts did, added up over the rounds."""
+        self._automatic, self._rebalancer, self._beat = automatic, rebalancer, beat
+        self._flying: collections.deque[Ran] = collections.deque()
+        self._under_way: dict[str, None] = {}
+        self._totals = np.zeros((session.shape.slots, 2), int)
+        if rebalancer is not None:
+            rebalancer.begin()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.scheduler.idle
+
+    def submit(self, request: Request) -> None:
+        """Puts a request at the end. Raises ValueError where it can never fit, with what would."""
+        self.scheduler.submit(request)
+        self._under_way[request.id] = None
+
+    def cancel(self, id: str, reason: str = "cancelled") -> Event | None:
+        """Ends a request; its last event, or None where it is not under way."""
+        self._under_way.pop(id, None)
+        return self.scheduler.cancel(id, reason)
+
+    def step(self) -> list[tuple[Event, Snapshot]]:
+        """Runs the next dispatch, and tells what has come of an earlier one or of this.
+
+        On GPUs a dispatch is sent before the one before it is read, so that they never wait for the host.
+        """
+        rows = most = plan = None
+        if self._automatic is not None:
+            rows, most = self._automatic.next(self.session.shape.rounds[-1])
+        if self._rebalancer is not None:
+            flying = sum(ran.plan.rounds for ran in self._flying)
+            left = self._rebalancer.rounds_left(self.rounds + flying)
+            most = left if most is None else min(most, left)
+        if not (self._flying and self._moves_are_due):
+            plan = self.scheduler.plan(most)
+        if plan is not None:
+            self._flying.append(self.session.run(plan, rows))
+        if self._flying and (plan is None or len(self._flying) > self.session.shape.ahead):
+            return self._read(self._flying.popleft())
+        return []
+
+    def _read(self, ran: Ran) -> list[tuple[Event, Snapshot]]:
+        snapshot = ran.read()
+        self._beat()
+        slots = {*ran.plan.active, *(lane.slot for lane in ran.plan.lanes)}
+        seen = {
+            slot: Seen(
+                tuple(snapshot.tokens[slot, : snapshot.counts[slot]].tolist()),
+                bool(snapshot.finished[slot]),
+                int(snapshot.failed[slot]),
+            )
+            for slot in sorted(slots)
+        }
+        self._learn(ran, snapshot)
+        events = self.scheduler.observe(ran.plan.number, seen)
+        for event in events:
+            if event.reason is not None:
+                self._under_way.pop(event.id)
+        if self._moves_are_due and not self._flying and self._rebalancer is not None:
+            session = self.session
+            session.state = self._rebalancer.after(self.rounds, session.parameters, session.state)
+        return [(event, snapshot) for event in events]
+
+    def _learn(self, ran: Ran, snapshot: Snapshot) -> None:
+        """Counts the rounds that a dispatch has run, and tells the automatic budget of them and of their tokens."""
+        self._totals[[admission.slot for admission in ran.plan.admissions]] = 0
+        totals = np.stack([snapshot.round_tokens[:, 0], snapshot.round_tokens.sum(1)], axis=1)
+        active = list(ran.plan.active)
+        if active:
+            new = (totals - self._totals)[active]
+            self._totals[active] = totals[active]
+            self.rounds += int(new[:, 0].max())
+            self.slot_rounds += int(new[:, 0].sum())
+            if self._automatic is not None:
+                self._automatic.observe(ran.rows, *new.sum(0).tolist())
+
+    @property
+    def _moves_are_due(self) -> bool:
+        """Whether experts are to be moved, which waits until nothing is in flight."""
+        return self._rebalancer is not None and self._rebalancer.is_due(self.rounds)
+
+    def close(self) -> None:
+        """Ends all requests and reads what is in flight, so that the session is empty."""
+        for id in [*self._under_way]:
+            self.cancel(id)
+        while self._flying:
+            self._read(self._flying.popleft())
+
+
+@contextlib.contextmanager
+def opened(queue: Queue) -> Iterator[Queue]:
+    """A queue that is emptied when it is left, whatever happens."""
+    try:
+        yield queue
+    finally:
+        queue.close()

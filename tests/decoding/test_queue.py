@@ -1,0 +1,256 @@
+"""Requests that come and go in slots get the text that each gets alone, whatever happens beside them."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kimi_jax.decoding.engine import PLAIN, Draft
+from kimi_jax.decoding.forcing import Window, score
+from kimi_jax.decoding.generate import Limits, Request, settings_of
+from kimi_jax.decoding.queue import Queue
+from kimi_jax.decoding.sampling import Sampling
+from kimi_jax.decoding.session import Session
+from kimi_jax.decoding.state import Dispatch, Lanes
+from kimi_jax.serving import plan
+
+TREE = Draft("ddtree", 7)
+KINDS = [Sampling(), Sampling(0.8, top_p=0.95), Sampling(1.0), Sampling(1.2, top_k=20, min_p=0.02)]
+LENGTHS = [21, 50, 7, 64, 33, 1, 17, 5, 130, 3]
+LIMITS = [9, 14, 20, 3, 11, 25, 1, 16, 6, 12]
+
+
+def some_requests(vocabulary=300):
+    rng = np.random.default_rng(0)
+    return [
+        Request(rng.integers(0, vocabulary, length).tolist(), KINDS[index % len(KINDS)], index, limit)
+        for index, (length, limit) in enumerate(zip(LENGTHS, LIMITS, strict=True))
+    ]
+
+
+def shape_for(programs, **changes):
+    sizes = {
+        "groups": programs.groups,
+        "slots_per_group": 3,
+        "pages": 9,
+        "page_tokens": programs.page_tokens,
+        "tiles": 3,
+        "lanes": 1,
+        "chunk": 16,
+        "depth": programs.speculation.max_depth,
+        "rounds": (1, 2, 4),
+        "admissions": 2,
+        "ahead": 1,
+    }
+    return plan.Shape(**(sizes | changes))
+
+
+def open_queue(engine, draft=TREE, **changes):
+    programs = dataclasses.replace(engine.programs(draft), ends_early=changes.pop("ends_early", True))
+    return Queue(Session(programs, engine.parameters, shape_for(programs, **changes)))
+
+
+def submit(queue, requests, stop_ids=(), names=None):
+    for name, request, settings in zip(
+        names or map(str, range(len(requests))), requests, settings_of(requests, stop_ids), strict=True
+    ):
+        queue.submit(plan.Request(name, tuple(request.ids), request.max_new_tokens, settings))
+
+
+def run(queue, texts=None):
+    texts, reasons = {} if texts is None else texts, {}
+    while not queue.idle:
+        for event, _ in queue.step():
+            texts.setdefault(event.id, []).extend(event.tokens)
+            if event.reason is not None:
+                reasons[event.id] = event.reason
+    return texts, reasons
+
+
+@pytest.fixture(scope="module")
+def alone(engines):
+    """The text of each request in an engine of its own, drafted or not."""
+    texts = {}
+    for index, request in enumerate(some_requests()):
+        text = []
+        for progress in engines().serve([request], Limits(least_capacity=192)):
+            text += progress.new_tokens[0]
+        texts[str(index)] = [*text]
+    return texts
+
+
+def is_empty(queue):
+    scheduler, shape = queue.scheduler, queue.session.shape
+    return scheduler.occupied == 0 and scheduler.free_pages == (shape.pages,) * shape.groups
+
+
+@pytest.mark.parametrize(
+    ("mesh", "draft", "changes"),
+    [
+        ("local", TREE, {}),
+        ("local", PLAIN, {"ahead": 0, "lanes": 2}),
+        ("local", TREE, {"ends_early": False, "slot_counts": (1, 3)}),
+        pytest.param("hgx-ib-16", TREE, {"slots_per_group": 2}, marks=pytest.mark.slow),
+        pytest.param("hgx-ib-16 split cache", TREE, {"tiles": 1, "pages": 3}, marks=pytest.mark.slow),
+        pytest.param("nvl72", TREE, {"slots_per_group": 1}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_texts_do_not_know_their_neighbours(mesh, draft, changes, engines, alone):
+    queue = open_queue(engines(mesh), draft, **changes)
+    submit(queue, some_requests(), engines().stop_ids)
+    texts, reasons = run(queue)
+    assert texts == alone
+    assert {*reasons.values()} <= {"length", "stop"}
+    assert is_empty(queue)
+    if draft is TREE:
+        kinds = {key[0] for programs in _variants(queue.session.programs) for key in programs._compiled}
+        assert kinds == {"chunk", "mixed", "decode"}
+
+
+def _variants(programs):
+    return [programs, *(one for each in programs._variants.values() for one in _variants(each))]
+
+
+def test_preempted_and_cancelled_requests_change_nobodys_text(engines, alone):
+    """Pages for hardly more than one text: most are computed again, and texts stay."""
+    queue = open_queue(engines(), pages=4)
+    submit(queue, some_requests(), engines().stop_ids)
+    texts = {}
+    for _ in range(6):
+        for event, _ in queue.step():
+            texts.setdefault(event.id, []).extend(event.tokens)
+    queue.cancel("1")
+    texts.pop("1", None)
+    texts, _ = run(queue, texts)
+    assert texts == {name: text for name, text in alone.items() if name != "1"}
+    assert is_empty(queue)
+
+
+def test_a_request_that_is_not_finite_ends_alone_and_leaves_clean_pages(engines, alone):
+    """An embedding of NaN: one request's latents and logits are not finite, and its pages serve others afterwards."""
+    engine = engines()
+    poison = 319
+    parameters = jax.tree.map(lambda x: x, engine.parameters)
+    table = parameters["target"]["model"]["embed_tokens"]
+    table["weight"] = table["weight"].at[poison].set(jnp.nan)
+    broken = dataclasses.replace(engine, parameters=parameters)
+    queue = open_queue(broken, ahead=0, lanes=2)
+    requests = some_requests()
+    bad = dataclasses.replace(requests[1], ids=[*requests[1].ids[:20], poison, *requests[1].ids[21:]])
+    submit(queue, [requests[0], bad, *requests[2:]], engine.stop_ids)
+    texts, reasons = run(queue)
+    assert reasons.pop("1") == "error"
+    assert "error" not in reasons.values()
+    texts.pop("1", None)
+    assert texts == {name: text for name, text in alone.items() if name != "1"}
+    assert is_empty(queue)
+    for layer in queue.session.state.cache:
+        assert jnp.isfinite(layer.latent).all()
+        assert jnp.isfinite(layer.rope).all()
+    for ring in jax.tree.leaves(queue.session.state.context):
+        assert jnp.isfinite(ring).all()
+
+
+def test_nothing_is_compiled_after_warm_up(engines):
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None
+    )
+    queue = open_queue(engines())
+    queue.session.warm()
+    requests = [dataclasses.replace(each, sampling=Sampling()) for each in some_requests()]
+    settings_of(requests, ())  # keys are made on the host
+    submit(queue, requests[:1], engines().stop_ids)
+    run(queue)  # admission
+    assert len(compiled) >= 5
+    compiled.clear()
+    for order in (1, -1):
+        submit(queue, requests[::order], engines().stop_ids)
+        assert len(run(queue)[0]) == 10
+    assert not compiled
+
+
+def test_log_probabilities_are_those_of_scoring(engines):
+    engine = engines()
+    queue = open_queue(engine)
+    requests = some_requests()[:5]
+    for index, (request, settings) in enumerate(zip(requests, settings_of(requests, ()), strict=True)):
+        asked = dataclasses.replace(settings, logprobs=3 if index != 2 else None)
+        queue.submit(plan.Request(str(index), tuple(request.ids), request.max_new_tokens, asked))
+    texts, told = {}, {}
+    while not queue.idle:
+        for event, snapshot in queue.step():
+            texts.setdefault(event.id, []).extend(event.tokens)
+            if event.tokens and snapshot.logprobs is not None:
+                told.setdefault(event.id, []).extend(snapshot.logprobs[event.slot, : len(event.tokens)].tolist())
+                best = snapshot.top_logprobs[event.slot, 0]
+                assert (np.diff(best) <= 0).all()
+    for index in (0, 1, 3, 4):
+        request, text = requests[index], texts[str(index)]
+        whole = [*request.ids, *text]
+        (expected,) = score(engine, [Window(whole[:-1], text)])
+        np.testing.assert_allclose(told[str(index)], expected.logprobs, atol=1e-4)
+
+
+def test_stop_tokens_and_least_tokens_are_each_requests_own(engines, alone):
+    engine, requests = engines(), some_requests()
+    stop = alone["2"][4]
+    end = alone["2"].index(stop) + 1
+    plain = dataclasses.replace(requests[2], stop_ids=(stop,))
+    longer = dataclasses.replace(plain, min_tokens=end + 2)
+    found = [[] for _ in range(3)]
+    for progress in engine.serve([requests[2], plain, longer], Limits()):
+        for text, new in zip(found, progress.new_tokens, strict=True):
+            text += new
+    assert found[0] == alone["2"]
+    assert found[1] == alone["2"][:end]
+    assert len(found[2]) >= end + 2
+    assert found[2][: end - 1] == alone["2"][: end - 1]
+    assert stop not in found[2][: end + 1]
+
+
+def test_a_dropped_iterator_leaves_nothing_in_flight(engines, alone):
+    engine, request = engines(), some_requests()[2]
+    steps = engine.serve([request] * 3, Limits(rounds_per_dispatch=1), TREE)
+    next(steps)
+    steps.close()
+    text = []
+    for progress in engine.serve([request], Limits(), TREE):
+        text += progress.new_tokens[0]
+    assert text == alone["2"]
+
+
+def compiled_text(engine, kind):
+    """A program as a GPU would get it, compiled for a CPU."""
+    programs = dataclasses.replace(engine.programs(TREE), ends_early=False)
+    slots, tiles = 2, 8
+    state = jax.eval_shape(lambda: programs.start(slots=slots, pages=slots * tiles, capacity=64 * tiles))
+
+    def array(*shape, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    now = Dispatch(array(slots, tiles), array(slots, dtype=bool))
+    lanes = Lanes(array(1, 16), array(1), array(1), array(1, dtype=bool))
+    if kind == "decode":
+        lowered = programs.decode(slots, 8).lower(engine.parameters, state, now)
+    else:
+        lowered = getattr(programs, kind)(slots, tiles).lower(engine.parameters, state, now, lanes)
+    return lowered.as_text()
+
+
+@pytest.mark.parametrize("kind", ["decode", "chunk", "mixed"])
+def test_no_branch_and_no_loop_that_the_host_would_drive(kind, engines):
+    """Without an early end: what a GPU runs has no condition, and each loop counts to a number that is written down.
+
+    The reference of the attention is the exception, which follows the longest text; kernels stand in its place.
+    """
+    text = compiled_text(engines(), kind)
+    assert "stablehlo.case" not in text
+    assert "stablehlo.if" not in text
+    loops = len(re.findall(r"stablehlo\.while", text))
+    counted = re.findall(r"stablehlo\.compare +LT, %iterArg\w*, %c\w*", text)
+    assert loops >= (kind == "decode")
+    assert len(counted) == loops, "a bound is a constant"
