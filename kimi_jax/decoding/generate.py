@@ -11,7 +11,7 @@ from jaxtyping import Int
 from kimi_jax.decoding.programs import Programs
 from kimi_jax.decoding.queue import Queue
 from kimi_jax.decoding.sampling import Sampling, request_keys
-from kimi_jax.decoding.state import Snapshot
+from kimi_jax.decoding.state import STOPS, Snapshot
 from kimi_jax.serving import plan
 from kimi_jax.serving.events import Event
 
@@ -140,7 +140,13 @@ def shape_of(
 
 
 def settings_of(requests: Sequence[Request], stop_ids: tuple[int, ...]) -> list[plan.Settings]:
-    """How each request's tokens are drawn, as plans carry it; `stop_ids` are those of requests that name none."""
+    """How each request's tokens are drawn, as plans carry it; `stop_ids` are those of requests that name none.
+
+    Raises ValueError for a request with more stop tokens than a slot holds.
+    """
+    for index, each in enumerate(requests, 1):
+        if len(each.stop_ids or stop_ids) > STOPS:
+            raise ValueError(f"prompt {index} has {len(each.stop_ids or stop_ids)} stop tokens; at most {STOPS} fit")
     keys = request_keys([each.seed for each in requests], [each.sample for each in requests])
     return [
         plan.Settings(

@@ -1,8 +1,7 @@
 """Requests on their way through an engine's slots: the scheduler's plans run on the devices, and what came is told."""
 
 import collections
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
@@ -127,12 +126,3 @@ class Queue:
             self.cancel(id)
         while self._flying:
             self._read(self._flying.popleft())
-
-
-@contextlib.contextmanager
-def opened(queue: Queue) -> Iterator[Queue]:
-    """A queue that is emptied when it is left, whatever happens."""
-    try:
-        yield queue
-    finally:
-        queue.close()

@@ -162,8 +162,7 @@ class Session:
             wanted = each.settings
             slots[place] = each.slot % shape.slots_per_group
             keys[place], limits[place], lengths[place] = wanted.key, each.limit, each.cached
-            first = wanted.stop_ids[:STOPS]
-            stops[place, : len(first)] = first
+            stops[place, : len(wanted.stop_ids)] = wanted.stop_ids
             budgets[place] = ALL_NODES if wanted.budget is None else wanted.budget
             least[place] = each.prompt - each.emitted + wanted.min_tokens if wanted.min_tokens else 0
             sampling[place] = _sampling(wanted)

@@ -21,7 +21,7 @@ from kimi_jax.model.rows import Rows, causal_rows
 
 FINE = -1
 STOPS = 8
-"""Stop tokens of a slot that the device knows; the host ends texts at further ones."""
+"""Stop tokens that a request may have."""
 NO_TOKEN = -1
 """Fills a slot's stop tokens."""
 

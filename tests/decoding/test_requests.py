@@ -66,3 +66,8 @@ def test_limits_that_do_not_fit_are_refused(engines):
         Limits(3, each=(0, 1))
     with pytest.raises(ValueError, match="a prompt may have 4 new tokens and all at most 3"):
         Limits(3, each=(4, 1))
+
+
+def test_more_stop_tokens_than_a_slot_holds_are_refused(engines):
+    with pytest.raises(ValueError, match="prompt 2 has 9 stop tokens; at most 8 fit"):
+        next(engines("local").serve([REQUESTS[0], Request([5], Sampling(), 0, 2, stop_ids=tuple(range(9)))]))
