@@ -172,8 +172,8 @@ def generate(
     Args:
       queue: with nothing in it; it is emptied at the end, and when the iterator is dropped.
       stop_ids: of requests that name none.
-      ended: whether the host has ended a request's text; it is asked after every yield. What still comes for such a
-        request is dropped.
+      ended: whether the host has ended a request's text; it is asked after a yield of those that had news. What still
+        comes for such a request is dropped.
 
     Raises:
       NonFiniteLogitsError: at the end, when all others have their texts, naming the requests and their positions.
@@ -199,10 +199,9 @@ def generate(
                 snapshot = events[-1][1]
                 counts.rounds_run, counts.slot_rounds = queue.rounds, queue.slot_rounds
                 if queue.session.programs.exchange_may_overflow:
-                    now = np.array([snapshot.exchanges[0], snapshot.overflows[0]])
-                    counts.exchanges, counts.overflows = now.tolist()
+                    counts.exchanges, counts.overflows = int(snapshot.exchanges[0]), int(snapshot.overflows[0])
                 yield Progress(new, list(finished), time.perf_counter() - started, counts, failed)
-            for index in range(count):
+            for index in {int(event.id) for event, _ in events}:
                 if not finished[index] and ended(index):
                     queue.cancel(str(index), "stop")
                     finished[index] = True

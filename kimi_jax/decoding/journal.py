@@ -8,6 +8,9 @@ from typing import Any
 
 from kimi_jax.decoding.generate import Request
 
+BEGINNING = '{"key": "'
+"""Of every line."""
+
 
 class Journal:
     """One line of JSON for each answered request, appended as it ends: its key and its result.
@@ -20,7 +23,7 @@ class Journal:
 
     def __init__(self, path: Path, run: Mapping[str, Any]):
         """`run` is what, beside a request, decides its answer: the checkpoint and how it decodes."""
-        self._path, self._run = path, dict(run)
+        self._run = dict(run)
         self.results: dict[str, dict[str, Any]] = {}
         text = path.read_text("utf-8") if path.exists() else ""
         *lines, rest = text.split("\n")
@@ -30,6 +33,8 @@ class Journal:
                 self.results[entry["key"]] = entry["result"]
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}:{number} is no line of a journal; give --journal another file") from error
+        if not rest.startswith(BEGINNING[: len(rest)]):  # not ours to cut off
+            raise ValueError(f"{path} is no journal; give --journal another file")
         self._file = path.open("a", encoding="utf-8")
         if rest:
             self._file.truncate(len(text.encode()) - len(rest.encode()))

@@ -197,17 +197,15 @@ class Session:
         table = [TableRow(slot, 0, tuple(range(at, at + each))) for slot, at in zip(slots, firsts, strict=True)]
         pairs = [*zip(slots, map(tuple, prompts), strict=True)]
         room = each * shape.page_tokens
-        admissions = [Admission(slot, "", len(ids), room - len(ids), 0, Settings(), cached) for slot, ids in pairs]
-        for first in range(0, len(admissions), shape.admissions):
-            new = tuple(admissions[first : first + shape.admissions])
-            self._admit(Plan(0, table=tuple(table), admissions=new))
-        for start in range(cached, max(map(len, prompts)), shape.chunk):
-            pieces = [(slot, ids[start : start + shape.chunk], start + shape.chunk >= len(ids)) for slot, ids in pairs]
-            lanes = [Lane(slot, start, tokens, last) for slot, tokens, last in pieces if tokens]
-            while lanes:
-                taken = [lane for place, lane in self._in_groups(lanes, 1 << 20) if place % (1 << 20) < shape.lanes]
-                self.run(Plan(0, lanes=tuple(taken)))
-                lanes = [lane for lane in lanes if lane not in taken]
+        update_table(self._table, Plan(0, table=tuple(table)), shape.no_page)
+        for first in range(0, len(pairs), shape.groups * shape.lanes):
+            wave = pairs[first : first + shape.groups * shape.lanes]
+            new = [Admission(slot, "", len(ids), room - len(ids), 0, Settings(), cached) for slot, ids in wave]
+            self._admit(Plan(0, admissions=tuple(new)))
+            for start in range(cached, max(len(ids) for _, ids in wave), shape.chunk):
+                pieces = [(slot, ids[start:], ids[start : start + shape.chunk]) for slot, ids in wave]
+                lanes = [Lane(slot, start, now, left == now) for slot, left, now in pieces if now]
+                self.run(Plan(0, lanes=tuple(lanes)))
         return self.now(slots)
 
 

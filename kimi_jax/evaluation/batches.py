@@ -88,13 +88,12 @@ def write_all(
     ]
     ids: list[list[int]] = [[] for _ in prompts]
     told: set[int] = set()
-
-    def ended(index: int) -> bool:
-        return writing.text(engine, ids[index])[1]
-
-    for step in engine.serve(requests, limits, draft, slots=batch, ended=ended):
+    for step in engine.serve(requests, limits, draft, slots=batch, ended=told.__contains__):
         for index, new in enumerate(step.new_tokens):
+            if index in told or not (new or step.finished[index]):
+                continue
             ids[index] += new
-            if index not in told and (step.finished[index] or (new and ended(index))):
+            text, stopped = writing.text(engine, ids[index])
+            if stopped or step.finished[index]:
                 told.add(index)
-                yield index, writing.text(engine, ids[index])[0]
+                yield index, text

@@ -91,6 +91,9 @@ def test_lines_come_as_prompts_end_and_a_journal_remembers_them(decode, tmp_path
     *again, last = lines("--lines", "order", "--journal", journal)
     assert again == order
     assert last["summary"] == {"prompts": 3, "from_journal": 3}
+    journal.write_text("one line of prompts without an end")
+    assert "is no journal" in decode(*options, "--journal", journal, expect=1).err
+    assert journal.read_text() == "one line of prompts without an end"
     journal.write_text("no journal\n")
     assert "is no line of a journal" in decode(*options, "--journal", journal, expect=1).err
 
