@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from kimi_jax.chat import render
     from kimi_jax.config import ModelConfig
     from kimi_jax.decoding.conversation import Answer
-    from kimi_jax.decoding.engine import Draft, Engine, open_checkpoint
+    from kimi_jax.decoding.engine import Draft, Engine
     from kimi_jax.decoding.generate import Limits, Progress
+    from kimi_jax.decoding.loading import open_checkpoint
     from kimi_jax.decoding.sampling import Sampling
     from kimi_jax.opening import BUNDLED_CHECKPOINT, BUNDLED_DRAFTER, load
     from kimi_jax.tokenizer import Tokenizer

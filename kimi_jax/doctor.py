@@ -336,8 +336,8 @@ def operations(
     import jax
     import numpy as np
 
-    from kimi_jax.decoding.engine import model_for
     from kimi_jax.decoding.kernels import picks
+    from kimi_jax.decoding.loading import model_for
     from kimi_jax.ledger.models import k26
 
     config = k26()

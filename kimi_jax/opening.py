@@ -117,8 +117,8 @@ def open_on(
     use_cpu_if_no_gpu()
     import jax.numpy as jnp  # after the platform is known, or the CUDA plugin would log its search for a driver
 
-    from kimi_jax.decoding.engine import open_checkpoint
     from kimi_jax.decoding.kernels import check
+    from kimi_jax.decoding.loading import open_checkpoint
     from kimi_jax.parallel.host_arrays import require_devices
 
     devices = select_devices(machine, num_processes=num_processes)

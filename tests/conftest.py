@@ -35,8 +35,9 @@ from jax.sharding import NamedSharding
 from safetensors.numpy import load_file
 
 from kimi_jax import commands, compilation_cache
-from kimi_jax.decoding.engine import Engine, open_checkpoint
+from kimi_jax.decoding.engine import Engine
 from kimi_jax.decoding.generate import Progress, Request, generate, shape_of
+from kimi_jax.decoding.loading import open_checkpoint
 from kimi_jax.decoding.programs import Programs
 from kimi_jax.decoding.queue import Queue
 from kimi_jax.decoding.sampling import Sampling

@@ -71,7 +71,8 @@ def _speeds(options: SpeculationOptions, with_peers: bool) -> None:
     drafter = options.known_drafter(status)
     opened = open_engine(options, status, drafter)
 
-    from kimi_jax.decoding.engine import PLAIN, Draft, open_checkpoint
+    from kimi_jax.decoding.engine import PLAIN, Draft
+    from kimi_jax.decoding.loading import open_checkpoint
     from kimi_jax.evaluation.peers import measure_transformers
     from kimi_jax.evaluation.runs import record
     from kimi_jax.evaluation.speed import measure_speculation, row

@@ -53,7 +53,7 @@ def run_plan(options: PlanOptions) -> None:
 
     from kimi_jax.checkpoint.plan import declared_tensors, plan, split_processes
     from kimi_jax.checkpoint.safetensors import open_checkpoint
-    from kimi_jax.decoding.engine import model_for
+    from kimi_jax.decoding.loading import model_for
     from kimi_jax.parallel.sharding import rules
 
     started = time.perf_counter()

@@ -74,9 +74,12 @@ class Options(SpeculationOptions):
     """Sample from this many most likely tokens; 0, the default, means all."""
     min_p: Number = None
     """Leave out tokens below this fraction of the most likely token's probability; by default 0."""
-    batch: Count = None
+    batch: Annotated[int | None, tyro.conf.arg(metavar="N", aliases=["--slots"])] = None
     """Prompts decoded together; the next one takes its slot as soon as one ends. By default as many as fit in the GPUs'
     memory, 64 for each device group at most."""
+    pages: Count = None
+    """Pages of 64 tokens (times the ranks that split a cache) for the latents of each device group. By default enough
+    for the longest prompt and answer in every slot, or as many as the memory holds."""
     seed: int = 0
     """Same seed, same text, whatever the mesh and the batch (in float32)."""
     synthetic_acceptance: Annotated[float | None, option("TOKENS")] = None
@@ -149,7 +152,7 @@ def explain_layout(options: Options, drafter: Path | None) -> None:
     """Prints the layout from the configurations alone."""
     use_cpu_if_no_gpu()
     from kimi_jax.config import ModelConfig
-    from kimi_jax.decoding.engine import model_for, placements_of
+    from kimi_jax.decoding.loading import model_for, placements_of
     from kimi_jax.drafter.config import DrafterConfig
     from kimi_jax.ledger import layout_rules
     from kimi_jax.ledger.explain import explain, explain_data
@@ -192,8 +195,9 @@ def check(options: Options, prompts: Sequence[Prompt]) -> None:
         raw_texts(prompts, options.system)
     for prompt in prompts:
         wanted_of(options, prompt, {"max_new_tokens": 1})
-    if options.batch is not None and options.batch < 1:
-        raise ValueError(f"--batch is {options.batch}; it must be positive")
+    for name in ("batch", "pages"):
+        if (given := getattr(options, name)) is not None and given < 1:
+            raise ValueError(f"--{name} is {given}; it must be positive")
 
 
 def main(options: Options) -> None:
@@ -296,7 +300,7 @@ def batch_of(
 ) -> "Batch":
     """The prompts as requests, with what the checkpoint advises where neither they nor the options say."""
     from kimi_jax.decoding.batch import Batch
-    from kimi_jax.decoding.generate import Request
+    from kimi_jax.decoding.generate import Limits, Request
 
     engine, thinking = opened.engine, not options.instant
     defaults = sampling_fields(opened.folder)
@@ -313,7 +317,8 @@ def batch_of(
     requests = [Request(row, *each) for row, each in zip(ids, wanted, strict=True)]
     size = options.batch or largest_batch(opened, context + max(request.max_new_tokens for request in requests))
     draft = options.draft(drafter, options.synthetic_acceptance)
-    return Batch.of(engine, draft, prompts, requests, size, raw=options.raw, thinking=thinking)
+    limits = Limits(pages=options.pages)
+    return Batch.of(engine, draft, prompts, requests, size, limits, raw=options.raw, thinking=thinking)
 
 
 def summarise(options: Options, opened: Opened, batch: "Batch", status: Console) -> dict[str, Any]:

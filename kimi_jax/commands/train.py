@@ -137,7 +137,7 @@ def open_target(options: Drafter | Routing, drafter: Path | None = None):
     compilation_cache.switch(not options.no_cache)
     import jax.numpy as jnp
 
-    from kimi_jax.decoding.engine import open_checkpoint
+    from kimi_jax.decoding.loading import open_checkpoint
     from kimi_jax.training.recipes import training_mesh
 
     return open_checkpoint(options.target, training_mesh(Layout()), Layout(), jnp.float32, drafter)

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kimi_jax.decoding.engine import Draft, Engine
-from kimi_jax.decoding.generate import Request
+from kimi_jax.decoding.engine import DEFAULT_LIMITS, Draft, Engine
+from kimi_jax.decoding.generate import Limits, Request
 from kimi_jax.decoding.report import Report
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.prompts import Prompt
@@ -24,6 +24,7 @@ class Batch:
     report: Report
     size: int
     """Prompts decoded together at most; the others wait for their turn."""
+    limits: Limits = DEFAULT_LIMITS
     failed: dict[int, int] = dataclasses.field(default_factory=dict)
     """Prompts whose logits were not finite, and the positions."""
 
@@ -35,12 +36,13 @@ class Batch:
         prompts: Sequence[Prompt],
         requests: Sequence[Request],
         size: int,
+        limits: Limits = DEFAULT_LIMITS,
         **how: bool,
     ) -> "Batch":
         """A batch that has not begun; `how` the texts are read is `raw` and `thinking`, as `Reader` takes them."""
         stops = engine.stop_ids
         readers = [Reader(engine.tokenizer, stops, tools=each.tools, stops=each.wishes.stop, **how) for each in prompts]
-        return cls(engine, draft, prompts, requests, readers, Report(len(prompts)), min(size, len(prompts)))
+        return cls(engine, draft, prompts, requests, readers, Report(len(prompts)), min(size, len(prompts)), limits)
 
     @property
     def ids(self) -> list[Sequence[int]]:
@@ -75,7 +77,7 @@ class Batch:
         if not self.prompts:
             return
         serve = self.engine.serve(
-            self.requests, draft=self.draft, slots=self.size, ended=lambda at: self.readers[at].finished
+            self.requests, self.limits, self.draft, self.size, ended=lambda at: self.readers[at].finished
         )
         for progress in serve:
             self.failed.update(progress.failed)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Unpack
 
 import jax
@@ -13,9 +12,6 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from kimi_jax.checkpoint import huggingface
-from kimi_jax.checkpoint.sharded.manifest import is_sharded, read_manifest
-from kimi_jax.checkpoint.sharded.reader import restore
 from kimi_jax.config import ModelConfig
 from kimi_jax.ddtree.budget import ROW_COUNTS
 from kimi_jax.decoding.automatic import AutomaticBudget, RoundCosts
@@ -25,11 +21,13 @@ from kimi_jax.decoding.dflash_drafter import DFlashContext, DFlashDrafter
 from kimi_jax.decoding.forcing import force, logits_of
 from kimi_jax.decoding.generate import (
     Limits,
+    PagesThatFit,
     Progress,
     Request,
     check_prompts,
     generate,
     one_each,
+    shape_for,
     shape_of,
     token_rows,
 )
@@ -37,25 +35,21 @@ from kimi_jax.decoding.kernels import Pick, picks
 from kimi_jax.decoding.programs import Programs
 from kimi_jax.decoding.queue import Queue
 from kimi_jax.decoding.rebalance import Rebalancer
+from kimi_jax.decoding.room import pages_that_fit
 from kimi_jax.decoding.sampling import Draws, Sampling
 from kimi_jax.decoding.session import Session
 from kimi_jax.decoding.speculation import PLAIN, Draft, Drafter, Speculation
 from kimi_jax.decoding.timing import measure_rounds, part_seconds
-from kimi_jax.drafter.config import DrafterConfig
 from kimi_jax.drafter.dflash import DFlash
-from kimi_jax.drafter.loader import load_drafter
-from kimi_jax.ledger import layout_rules
 from kimi_jax.model.transformer import CausalLM
-from kimi_jax.parallel.eplb import load_placements
-from kimi_jax.parallel.exchange import backend
 from kimi_jax.parallel.exchange.choice import may_overflow
 from kimi_jax.parallel.host_arrays import require_agreement
-from kimi_jax.parallel.placement import EMPTY, Placement, even_placement, slots_of_layer
 from kimi_jax.parallel.processes import Watchdog
 from kimi_jax.parallel.sharding import rules
 from kimi_jax.parameters import Parameters, Rules
+from kimi_jax.serving.plan import Shape
 from kimi_jax.tokenizer import Tokenizer
-from meshes.presets import Layout, expert_slots
+from meshes.presets import Layout
 
 STOP_TOKENS = ("<|im_end|>", "[EOS]")
 """K2.6 ends a turn with <|im_end|> and then [EOS]; config.json names only one of the two."""
@@ -234,10 +228,44 @@ class Engine:
         check_prompts(prompts, self.config.vocab_size, self.config.max_position_embeddings, most)
         longest = max(map(len, prompts))
         programs, automatic = self.begin(draft, min(slots or len(requests), len(requests)), longest, max(most))
-        shape = shape_of(programs, [*map(len, prompts)], most, limits, slots)
+        shape = shape_of(programs, [*map(len, prompts)], most, limits, slots, self._fit(programs))
+        yield from generate(self._queue(programs, shape, automatic), requests, self.stop_ids, ended)
+
+    def queue(
+        self,
+        slots: int,
+        capacity: int | None = None,
+        limits: Limits = DEFAULT_LIMITS,
+        draft: Draft = PLAIN,
+        slot_counts: tuple[int, ...] = (),
+    ) -> Queue:
+        """Slots and pages for requests that come and go, for as long as the caller likes.
+
+        Args:
+          slots: requests at work at the same time, over the whole mesh.
+          capacity: tokens of prompt and answer that a request may have at most; by default the model's positions.
+          limits: sizes of chunks, dispatches and the pool of pages.
+          slot_counts: slots of a device group that rounds are compiled for, ascending to all; by default all only.
+
+        Raises:
+          ValueError: more slots, pages or tokens than fit in memory, naming what would.
+        """
+        positions = self.config.max_position_embeddings
+        capacity = positions if capacity is None else capacity
+        if not 2 <= capacity <= positions:
+            raise ValueError(f"a request may have {capacity:,} tokens; the model has {positions:,} positions")
+        programs = self.programs(draft)
+        longest = min(limits.prefill_chunk, capacity - 1)
+        automatic = self.automatic(draft, slots, longest, min(limits.max_new_tokens, capacity - longest))
+        shape = shape_for(programs, slots, capacity - 1, capacity, limits, self._fit(programs), slot_counts=slot_counts)
+        return self._queue(programs, shape, automatic)
+
+    def _fit(self, programs: Programs) -> PagesThatFit:
+        return functools.partial(pages_that_fit, self, programs)
+
+    def _queue(self, programs: Programs, shape: Shape, automatic: AutomaticBudget | None) -> Queue:
         beat = (lambda: None) if self.watchdog is None else self.watchdog.beat
-        queue = Queue(Session(programs, self.parameters, shape), automatic, self.rebalancer, beat)
-        yield from generate(queue, requests, self.stop_ids, ended)
+        return Queue(Session(programs, self.parameters, shape), automatic, self.rebalancer, beat)
 
     @property
     def default_draft(self) -> Draft:
@@ -337,79 +365,3 @@ def _dflash(engine: Engine, draft: Draft) -> DFlashDrafter:
 
 DRAFTERS: dict[str, Callable[[Engine, Draft], Drafter]] = {"chain": _dflash, "ddtree": _dflash}
 """What makes an engine's drafter, by the name that `Draft.kind` takes."""
-
-
-def model_for(config: ModelConfig, layout: Layout, placements: Sequence[Placement] | None = None) -> CausalLM:
-    """The model's declarations for a layout: expert slots padded to its ranks, its exchange chosen.
-
-    Args:
-      placements: one for each layer that has experts; by default experts lie in order, once each.
-
-    Raises:
-      LayoutError: a dimension that tp does not divide, naming the sizes that work; an exchange that does not exist.
-    """
-    layout_rules.check(config, layout)
-    placement = placements or even_placement(config.n_routed_experts, layout.expert_ranks)
-    exchange = functools.partial(backend(layout.exchange).run, expert_axes=layout.expert_axes)
-    return CausalLM(config, placement, exchange)
-
-
-def placements_of(
-    checkpoint: Path, config: ModelConfig, layout: Layout, file: Path | None = None
-) -> Sequence[Placement] | None:
-    """A file's placements, or a sharded checkpoint's where the ranks share its slots evenly; None for neither.
-
-    Raises:
-      ValueError: the file is none, or made for another model or layout.
-    """
-    experts, ranks = config.n_routed_experts, layout.expert_ranks
-    if file is not None:
-        return load_placements(file, layers=config.num_moe_layers, num_experts=experts, ranks=ranks)
-    if not is_sharded(checkpoint):
-        return None
-    stored = read_manifest(checkpoint).slot_experts
-    each = [slots_of_layer(stored, (layer,)) for layer in range(config.first_k_dense_replace, config.num_hidden_layers)]
-    spare = expert_slots(experts, ranks)
-    fits = all(len(slots) == len(each[0]) == (spare if EMPTY in slots else len(slots)) for slots in each)
-    return [Placement(tuple(slots), experts) for slots in each] if fits and len(each[0]) % ranks == 0 else None
-
-
-def open_checkpoint(
-    checkpoint: Path,
-    mesh: Mesh,
-    layout: Layout,
-    dtype: DTypeLike = jnp.bfloat16,
-    drafter: Path | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    placement: Path | None = None,
-    workers: int = 8,
-) -> Engine:
-    """Reads a checkpoint directory (HF layout, or sharded by convert.py), and a drafter's, onto a mesh.
-
-    `placement` is a file that `eplb.save_placements` wrote. Without one, a sharded checkpoint's own placement is kept
-    where the ranks share its slots evenly; else experts lie in order. `progress` is told of the target's bytes read and
-    of those in all; `workers` threads read.
-
-    Raises:
-      ConfigError, LayoutError, TokenizerError, CheckpointError: naming the file and field that does not fit.
-    """
-    config = ModelConfig.from_json(checkpoint)
-    model = model_for(config, layout, placements_of(checkpoint, config, layout, placement))
-    tokenizer = Tokenizer.from_directory(checkpoint, vocab_size=config.vocab_size)
-    places = rules(layout)
-    parameters: Parameters = {}
-    module = None
-    if drafter is not None:  # first: it is small, and one that does not fit is refused before the long read
-        layout_rules.check(config, layout, DrafterConfig.from_json(drafter))
-        module, parameters["drafter"] = load_drafter(drafter, config, mesh, places, dtype=dtype)
-    slots = model.slot_experts
-    if is_sharded(checkpoint):
-        parameters["target"] = restore(
-            checkpoint, model, mesh, places, dtype=dtype, slot_experts=slots, progress=progress, workers=workers
-        )
-    else:
-        parameters["target"] = huggingface.load(
-            checkpoint, model, config.key_prefix, mesh, places,
-            dtype=dtype, num_experts=config.n_routed_experts, slot_experts=slots, progress=progress, workers=workers,
-        )  # fmt: skip
-    return Engine(model, parameters, tokenizer, mesh, layout, dtype, module)

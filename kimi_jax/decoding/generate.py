@@ -93,6 +93,8 @@ class Limits:
     """Tokens to provide for each request at least: calls that give the same share compiled programs."""
     each: tuple[int, ...] | None = None
     """New tokens of each prompt at most, where they differ; none exceeds max_new_tokens."""
+    pages: int | None = None
+    """Pages of each device group; by default enough for the longest request in every slot, or what memory holds."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -107,36 +109,93 @@ class Limits:
         return one_each("limits", self.max_new_tokens if self.each is None else self.each, prompts)
 
 
+PagesThatFit = Callable[[int, int], int]
+"""Slots of a device group and tokens of the longest request to the pages that its memory holds beside them."""
+
+
 def shape_of(
-    programs: Programs, prompts: Sequence[int], most: Sequence[int], limits: Limits, slots: int | None = None
+    programs: Programs,
+    prompts: Sequence[int],
+    most: Sequence[int],
+    limits: Limits,
+    slots: int | None = None,
+    fit: PagesThatFit | None = None,
 ) -> plan.Shape:
     """Slots and pages for requests whose prompts have so many tokens, and answers at most so many.
 
     Args:
       slots: requests at work at the same time, over the whole mesh; by default all of them.
+      fit: bounds the pages; without it they are not bounded.
+
+    Raises:
+      ValueError: more pages than fit, or fewer than the longest request needs, naming what would fit.
     """
-    longest = max(prompts)
     capacity = max(max(map(sum, zip(prompts, most, strict=True))), limits.least_capacity)
-    tiles = -(-capacity // programs.page_tokens)
-    each = -(-(slots or len(prompts)) // programs.groups)
-    chunk = chunk_rows(longest, limits)
+    slots = slots or len(prompts)
     # Prompts that all come at once run together; later ones come one by one, and idle lanes cost what busy ones do.
-    all_at_once = programs.ends_early and len(prompts) <= each * programs.groups
-    lanes = each if all_at_once else min(each, max(1, limits.prefill_chunk // chunk))
+    at_once = programs.ends_early and len(prompts) <= -(-slots // programs.groups) * programs.groups
+    return shape_for(programs, slots, max(prompts), capacity, limits, fit, at_once=at_once)
+
+
+def shape_for(
+    programs: Programs,
+    slots: int,
+    longest: int,
+    capacity: int,
+    limits: Limits,
+    fit: PagesThatFit | None = None,
+    *,
+    at_once: bool = False,
+    slot_counts: tuple[int, ...] = (),
+) -> plan.Shape:
+    """Slots and pages for requests of any number.
+
+    Args:
+      slots: requests at work at the same time, over the whole mesh.
+      longest, capacity: tokens of the longest prompt, and with its answer.
+      fit: bounds the pages.
+      at_once: as many prompts come together as there are slots.
+      slot_counts: slots of a group that rounds are compiled for; by default all only.
+
+    Raises:
+      ValueError: as `shape_of`.
+    """
+    tiles = -(-capacity // programs.page_tokens)
+    each = -(-slots // programs.groups)
+    chunk = chunk_rows(longest, limits)
+    lanes = each if at_once else min(each, max(1, limits.prefill_chunk // chunk))
     return plan.Shape(
         groups=programs.groups,
         slots_per_group=each,
-        pages=each * tiles,
+        pages=_pages(programs.page_tokens, each, tiles, capacity, limits, fit),
         page_tokens=programs.page_tokens,
         tiles=tiles,
         lanes=lanes,
         chunk=chunk,
         depth=programs.speculation.max_depth,
         rounds=tuple(sorted({1, min(2, limits.rounds_per_dispatch), limits.rounds_per_dispatch})),
+        slot_counts=slot_counts,
         admissions=lanes,  # each has a lane from the start
         until_one_ends=programs.ends_early,
         ahead=0 if programs.ends_early else 1,
     )
+
+
+def _pages(page_tokens: int, slots: int, tiles: int, capacity: int, limits: Limits, fit: PagesThatFit | None) -> int:
+    """Pages of a device group: those that were asked for, or for all its slots as far as memory goes."""
+    wanted = slots * tiles if limits.pages is None else limits.pages
+    held = wanted if fit is None else fit(slots, tiles * page_tokens)
+    if limits.pages is not None and limits.pages > held:
+        raise ValueError(f"{limits.pages:,} pages of {page_tokens} tokens are wanted of each group; {held:,} fit")
+    if tiles > min(held, wanted):
+        pages = min(held, wanted)
+        why = "as memory holds" if held < wanted else "as were asked for"
+        raise ValueError(
+            f"the longest request takes up to {capacity:,} tokens with its answer, and there is room for "
+            f"{pages * page_tokens:,}, {pages:,} pages of {page_tokens} {why}: ask for fewer new tokens or a shorter "
+            "prompt"
+        )
+    return min(held, wanted)
 
 
 def settings_of(requests: Sequence[Request], stop_ids: tuple[int, ...]) -> list[plan.Settings]:

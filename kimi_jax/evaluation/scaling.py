@@ -11,8 +11,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from kimi_jax.decoding.engine import Draft, open_checkpoint
+from kimi_jax.decoding.engine import Draft
 from kimi_jax.decoding.generate import Limits, shape_of
+from kimi_jax.decoding.loading import open_checkpoint
 from kimi_jax.decoding.session import Session
 from kimi_jax.profiling.case import Case
 from kimi_jax.profiling.compile import compile_for

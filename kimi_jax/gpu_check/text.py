@@ -9,9 +9,10 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from kimi_jax.decoding.engine import PLAIN, Draft, Engine, model_for, open_checkpoint
+from kimi_jax.decoding.engine import PLAIN, Draft, Engine
 from kimi_jax.decoding.generate import Limits
 from kimi_jax.decoding.kernels import Pick
+from kimi_jax.decoding.loading import model_for, open_checkpoint
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.gpu_check.round import random_parameters
 from kimi_jax.opening import BUNDLED_CHECKPOINT, BUNDLED_DRAFTER

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from kimi_jax.decoding.dflash_drafter import DFlashContext, DFlashDrafter
-from kimi_jax.decoding.engine import model_for
+from kimi_jax.decoding.loading import model_for
 from kimi_jax.decoding.programs import Programs
 from kimi_jax.decoding.sampling import Draws
 from kimi_jax.decoding.speculation import Speculation

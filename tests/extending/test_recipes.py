@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from kimi_jax.commands import decode
-from kimi_jax.decoding.engine import DRAFTERS, PLAIN, Draft, model_for
+from kimi_jax.decoding.engine import DRAFTERS, PLAIN, Draft
 from kimi_jax.decoding.generate import Limits
+from kimi_jax.decoding.loading import model_for
 from kimi_jax.decoding.report import Report
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.parallel.exchange import BACKENDS

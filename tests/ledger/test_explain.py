@@ -14,7 +14,8 @@ from rich.console import Console
 
 from kimi_jax.commands import decode
 from kimi_jax.config import ModelConfig
-from kimi_jax.decoding.engine import Draft, model_for
+from kimi_jax.decoding.engine import Draft
+from kimi_jax.decoding.loading import model_for
 from kimi_jax.decoding.state import Dispatch
 from kimi_jax.estimator.scenario import make_scenario
 from kimi_jax.ledger.explain import explain

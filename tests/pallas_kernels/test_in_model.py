@@ -21,8 +21,9 @@ from jax.sharding import NamedSharding
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.ddtree.tree import build_tree
-from kimi_jax.decoding.engine import Engine, model_for
+from kimi_jax.decoding.engine import Engine
 from kimi_jax.decoding.generate import Limits
+from kimi_jax.decoding.loading import model_for
 from kimi_jax.decoding.speculation import Speculation
 from kimi_jax.model import attention, moe
 from kimi_jax.model.pages import Latents

@@ -19,8 +19,9 @@ from kimi_jax.checkpoint.sharded.writer import save
 from kimi_jax.commands.errors import errors_in_one_line
 from kimi_jax.commands.options import EngineOptions, LayoutOptions
 from kimi_jax.commands.progress import open_engine
-from kimi_jax.decoding.engine import Draft, Engine, open_checkpoint
+from kimi_jax.decoding.engine import Draft, Engine
 from kimi_jax.decoding.generate import Limits
+from kimi_jax.decoding.loading import open_checkpoint
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.parallel import host_arrays, processes
 from kimi_jax.parallel.processes import ProcessOptions

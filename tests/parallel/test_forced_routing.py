@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from kimi_jax.config import ModelConfig
-from kimi_jax.decoding.engine import model_for
+from kimi_jax.decoding.loading import model_for
 from kimi_jax.model.moe import Router
 from kimi_jax.model.rows import causal_rows
 from kimi_jax.parallel.collectives import all_gather

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kimi_jax.config import ModelConfig
-from kimi_jax.decoding.engine import model_for, open_checkpoint
 from kimi_jax.decoding.generate import Limits
+from kimi_jax.decoding.loading import model_for, open_checkpoint
 from kimi_jax.decoding.report import Report
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.model.rows import causal_rows

@@ -17,7 +17,8 @@ import safetensors.numpy
 
 from kimi_jax.checkpoint.plan import plan, split_processes
 from kimi_jax.checkpoint.safetensors import open_checkpoint as open_tensors
-from kimi_jax.decoding.engine import PLAIN, open_checkpoint
+from kimi_jax.decoding.engine import PLAIN
+from kimi_jax.decoding.loading import open_checkpoint
 from kimi_jax.parallel import processes
 from kimi_jax.parallel.eplb import load_placements
 from kimi_jax.parallel.processes import Launch, ProcessOptions, launched

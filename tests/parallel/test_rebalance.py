@@ -10,8 +10,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from kimi_jax.checkpoint.convert import to_orbax
 from kimi_jax.checkpoint.sharded.manifest import read_manifest
-from kimi_jax.decoding.engine import Draft, Engine, open_checkpoint
+from kimi_jax.decoding.engine import Draft, Engine
 from kimi_jax.decoding.generate import Limits, shape_of
+from kimi_jax.decoding.loading import open_checkpoint
 from kimi_jax.decoding.rebalance import Rebalancer, fetch_slots, source_slots
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.decoding.session import Session

@@ -11,7 +11,8 @@ import pytest
 
 import kimi_jax
 from kimi_jax.config import ModelConfig
-from kimi_jax.decoding.engine import PLAIN, Draft, open_checkpoint
+from kimi_jax.decoding.engine import PLAIN, Draft
+from kimi_jax.decoding.loading import open_checkpoint
 from kimi_jax.evaluation.tasks import score, together
 from kimi_jax.quantization import Int4Weight
 from kimi_jax.training import small, target
