@@ -37,6 +37,7 @@ from kimi_jax.decoding.queue import Queue
 from kimi_jax.decoding.rebalance import Rebalancer
 from kimi_jax.decoding.room import pages_that_fit
 from kimi_jax.decoding.sampling import Draws, Sampling
+from kimi_jax.decoding.scoring import Scores, Window, check_windows, score
 from kimi_jax.decoding.session import Session
 from kimi_jax.decoding.speculation import PLAIN, Draft, Drafter, Speculation
 from kimi_jax.decoding.timing import measure_rounds, part_seconds
@@ -230,6 +231,29 @@ class Engine:
         programs, automatic = self.begin(draft, min(slots or len(requests), len(requests)), longest, max(most))
         shape = shape_of(programs, [*map(len, prompts)], most, limits, slots, self._fit(programs))
         yield from generate(self._queue(programs, shape, automatic), requests, self.stop_ids, ended)
+
+    def score(
+        self, windows: Sequence[Window], slots: int | None = None, limits: Limits = DEFAULT_LIMITS
+    ) -> Iterator[tuple[int, Scores]]:
+        """Log-probabilities of given ids, each window's with its index, as they are known.
+
+        All processes call it alike.
+
+        Args:
+          slots: windows at work at the same time, over the whole mesh; by default all.
+
+        Raises:
+          ValueError: an empty window, targets that do not follow its rows, ids outside the vocabulary, more rows than
+            the model has positions, or log-probabilities that are not finite, at the end.
+        """
+        require_agreement("windows or options", (windows, self.layout, np.dtype(self.dtype).name, limits, slots))
+        lengths, nothing = [len(window.inputs) for window in windows], [0] * len(windows)
+        check_prompts([each.inputs for each in windows], self.config.vocab_size,
+                      self.config.max_position_embeddings, nothing)  # fmt: skip
+        check_windows(windows, self.config.vocab_size)
+        programs = self.programs()
+        shape = shape_of(programs, lengths, nothing, limits, slots, self._fit(programs))
+        yield from score(self._queue(programs, shape, None), windows)
 
     def queue(
         self,

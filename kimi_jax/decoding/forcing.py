@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.decoding.programs import BATCH_AXES
-from kimi_jax.decoding.sampling import log_probabilities, most_likely
 from kimi_jax.model.pages import Cache, commit, empty_cache, places_of
 from kimi_jax.model.rows import causal_rows
 from kimi_jax.model.transformer import CausalLM, Output
@@ -156,72 +155,3 @@ def _step(
 def logits_of(model: CausalLM, output: Output, targets: Array) -> Float[Array, "requests rows vocab"]:
     """Keeps the float32 logits of every row."""
     return all_gather(model.logits(output.hidden), "tp", dimension=2)
-
-
-def scores_of(
-    model: CausalLM, output: Output, targets: Int[Array, "requests rows"]
-) -> tuple[Float[Array, "requests rows"], Bool[Array, "requests rows"]]:
-    """Keeps each target's natural log-probability and whether it is the most likely token."""
-    logits = model.logits(output.hidden)
-    greedy, _ = most_likely(logits)
-    return log_probabilities(logits, targets)[0], greedy == targets
-
-
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """Ids to run, and the ids that their last rows are to predict."""
-
-    inputs: list[int]
-    targets: list[int]
-
-
-@dataclasses.dataclass(frozen=True)
-class Scores:
-    """What the model says of a window's targets."""
-
-    logprobs: Float[np.ndarray, " targets"]
-    """Natural logarithms, float32."""
-    greedy: Bool[np.ndarray, " targets"]
-    """Whether the target is the most likely token."""
-
-
-def score(engine: "Engine", windows: Sequence[Window], *, requests: int = 1, length: int = 1) -> list[Scores]:
-    """Scores of one batch of windows; see `force` for shapes and errors.
-
-    Raises:
-      ValueError: besides `force`'s, a window with more targets than inputs, or log-probabilities that are not finite.
-    """
-    targets = []
-    for index, window in enumerate(windows, 1):
-        unscored = len(window.inputs) - len(window.targets)
-        if unscored < 0:
-            raise ValueError(f"window {index} has {len(window.targets)} targets for {len(window.inputs)} rows")
-        targets.append([0] * unscored + window.targets)
-    parts: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in windows]
-    inputs = [window.inputs for window in windows]
-    for chunk in force(engine, scores_of, inputs, targets, requests=requests, length=length):
-        logprobs, greedy = chunk.values
-        for row, count in enumerate(chunk.counts):
-            parts[row].append((logprobs[row, :count], greedy[row, :count]))
-    scores = []
-    for index, (window, rows) in enumerate(zip(windows, parts, strict=True), 1):
-        first = len(window.inputs) - len(window.targets)
-        logprobs, greedy = (np.concatenate(columns)[first:] for columns in zip(*rows, strict=True))
-        if not np.isfinite(logprobs).all():
-            raise ValueError(f"window {index}: log-probabilities are not finite; check the checkpoint and the kernels")
-        scores.append(Scores(logprobs, greedy))
-    return scores
-
-
-def strided(ids: Sequence[int], length: int, stride: int) -> Iterator[Window]:
-    """Windows of up to `length` rows that predict every id but the first exactly once.
-
-    The first predicts up to `length` ids; each later one up to `stride` more, behind as much context as fits. With
-    `stride == length` windows do not overlap; a smaller stride gives each id more context and takes more windows.
-    """
-    if not 1 <= stride <= length:
-        raise ValueError(f"stride is {stride}; it must lie in 1..{length}, the window's length")
-    end = 1
-    while end < len(ids):
-        first, end = end, min(end + (length if end == 1 else stride), len(ids))
-        yield Window(list(ids[max(0, end - 1 - length) : end - 1]), list(ids[first:end]))

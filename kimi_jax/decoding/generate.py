@@ -133,14 +133,16 @@ def shape_of(
     capacity = max(max(map(sum, zip(prompts, most, strict=True))), limits.least_capacity)
     slots = slots or len(prompts)
     # Prompts that all come at once run together; later ones come one by one, and idle lanes cost what busy ones do.
-    at_once = programs.ends_early and len(prompts) <= -(-slots // programs.groups) * programs.groups
-    return shape_for(programs, slots, max(prompts), capacity, limits, fit, at_once=at_once)
+    at_once = programs.ends_early and len(prompts) <= slots
+    # Most prompts should fit one chunk, and few leave much of it empty.
+    usual = sorted(prompts)[len(prompts) * 3 // 4]
+    return shape_for(programs, slots, usual, capacity, limits, fit, at_once=at_once)
 
 
 def shape_for(
     programs: Programs,
     slots: int,
-    longest: int,
+    usual: int,
     capacity: int,
     limits: Limits,
     fit: PagesThatFit | None = None,
@@ -152,7 +154,8 @@ def shape_for(
 
     Args:
       slots: requests at work at the same time, over the whole mesh.
-      longest, capacity: tokens of the longest prompt, and with its answer.
+      usual: tokens that most prompts have at most: what one chunk holds.
+      capacity: tokens of the longest prompt with its answer.
       fit: bounds the pages.
       at_once: as many prompts come together as there are slots.
       slot_counts: slots of a group that rounds are compiled for; by default all only.
@@ -162,7 +165,7 @@ def shape_for(
     """
     tiles = -(-capacity // programs.page_tokens)
     each = -(-slots // programs.groups)
-    chunk = chunk_rows(longest, limits)
+    chunk = chunk_rows(usual, limits)
     lanes = each if at_once else min(each, max(1, limits.prefill_chunk // chunk))
     return plan.Shape(
         groups=programs.groups,

@@ -43,8 +43,9 @@ from pallas_kernels.tree_attention import PAGE
 
 REPLICATED = PartitionSpec()
 BATCH_AXES = ("dp", "ep")
-Run = Callable[..., tuple[DecodeState, Array]]
-"""Parameters, state, `Dispatch` and perhaps `Lanes` to the state and the array that `Columns` unpacks."""
+Run = Callable[..., tuple[DecodeState, tuple[Array, ...]]]
+"""Parameters, state, `Dispatch` and perhaps `Lanes` to the state and what the host reads: the array that `Columns`
+unpacks and, of chunks whose prompts are scored, the one that `Scored` does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,11 +241,16 @@ class Programs:
         `more` says how what the body takes besides lies on the mesh.
         """
 
-        def run(parameters: Parameters, state: DecodeState, now: Dispatch, *given: Any) -> tuple[DecodeState, Array]:
+        def run(
+            parameters: Parameters, state: DecodeState, now: Dispatch, *given: Any
+        ) -> tuple[DecodeState, tuple[Array, ...]]:
             first = first_slots(state, slots)
             first = dataclasses.replace(first, now=self._begin(now, slots, width))
             first = body(self._bind(parameters), first, *given)
-            return with_first_slots(state, first), self._told(first, state.lengths.shape[0], width)
+            told = (self._told(first, state.lengths.shape[0], width),)
+            if first.fresh.prompt is not None:
+                told += (all_gather(first.fresh.prompt.pack(), BATCH_AXES),)
+            return with_first_slots(state, first), told
 
         if key not in self._compiled:
             in_specs = (self._weights, self.state_specs, REQUESTS, *more)

@@ -63,6 +63,7 @@ class Queue:
     def step(self) -> list[tuple[Event, Snapshot]]:
         """Runs the next dispatch, and tells what has come of an earlier one or of this.
 
+        An event's `extra` is the `session.Piece` of a prompt whose log-probabilities are wanted.
         On GPUs a dispatch is sent before the one before it is read, so that they never wait for the host.
         """
         rows = most = plan = None
@@ -81,7 +82,7 @@ class Queue:
         return []
 
     def _read(self, ran: Ran) -> list[tuple[Event, Snapshot]]:
-        snapshot = ran.read()
+        snapshot, prompts = ran.read(), ran.prompts()
         self._beat()
         slots = {*ran.plan.active, *(lane.slot for lane in ran.plan.lanes)}
         seen = {
@@ -89,6 +90,7 @@ class Queue:
                 tuple(snapshot.tokens[slot, : snapshot.counts[slot]].tolist()),
                 bool(snapshot.finished[slot]),
                 int(snapshot.failed[slot]),
+                prompts.get(slot),
             )
             for slot in sorted(slots)
         }

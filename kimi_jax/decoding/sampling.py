@@ -99,6 +99,8 @@ class Draws:
     kind: Kind = "greedy"
     logprobs: bool = False
     """Whether log-probabilities are told of every token, and of the most likely ones beside it."""
+    prompt: int | None = None
+    """The same of prompts, and how many most likely tokens beside each; None tells nothing of prompts."""
 
 
 KEYS = "threefry2x32"

@@ -11,7 +11,19 @@ from jaxtyping import Array
 
 from kimi_jax.decoding.programs import Programs
 from kimi_jax.decoding.sampling import Draws, Kind, Sampling, Samplings
-from kimi_jax.decoding.state import NO_TOKEN, STOPS, Admissions, Asked, Columns, DecodeState, Dispatch, Lanes, Snapshot
+from kimi_jax.decoding.state import (
+    NO_TOKEN,
+    STOPS,
+    Admissions,
+    Asked,
+    Columns,
+    DecodeState,
+    Dispatch,
+    Lanes,
+    Scored,
+    Snapshot,
+)
+from kimi_jax.decoding.step import TOP
 from kimi_jax.parallel import host_arrays
 from kimi_jax.parallel.sharding import REQUESTS
 from kimi_jax.parameters import Parameters
@@ -28,13 +40,35 @@ class Ran:
 
     plan: Plan
     columns: Columns
-    told: Array
+    told: tuple[Array, ...]
     rows: int
     """Of a round's trees, the root included."""
+    scored: dict[int, tuple[int, Lane]] = dataclasses.field(default_factory=dict)
+    """Lanes whose requests want log-probabilities of their prompts, by slot, with their places among the lanes."""
 
     def read(self) -> Snapshot:
         """Waits for it, and gives what came."""
-        return self.columns.unpack(np.asarray(self.told))
+        return self.columns.unpack(np.asarray(self.told[0]))
+
+    def prompts(self) -> dict[int, "Piece"]:
+        """What came of prompts whose log-probabilities are wanted, by slot."""
+        if not self.scored:
+            return {}
+        packed = np.asarray(self.told[1])
+        counts = {slot: len(lane.tokens) - (lane.following is None) for slot, (_, lane) in self.scored.items()}
+        return {
+            slot: Piece(lane.start, Scored.unpack(packed[place, : counts[slot]]))
+            for slot, (place, lane) in self.scored.items()
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Log-probabilities of a piece of a prompt."""
+
+    start: int
+    """Row of the prompt with which it begins; what is told is of the token behind each row."""
+    scored: Scored
 
 
 class Session:
@@ -60,14 +94,20 @@ class Session:
         self._admit(plan)
         programs = self.programs if rows is None else self.programs.with_rows(rows)
         programs = programs.drawing(self._draws(plan))
-        return self._send(programs, plan, self._slots(plan), self._tiles(plan.lanes))
+        ran = self._send(programs, plan, self._slots(plan), self._tiles(plan.lanes))
+        wants = [lane for lane in plan.lanes if self._settings[lane.slot].prompt_logprobs is not None]
+        if not wants:
+            return ran
+        places = self._in_groups(plan.lanes, self.shape.lanes)
+        return dataclasses.replace(ran, scored={lane.slot: (place, lane) for place, lane in places if lane in wants})
 
     def _send(self, programs: Programs, plan: Plan, slots: int, tiles: int) -> Ran:
         """Runs a plan on the first slots of each group, behind at most so many tiles of cached text."""
         arguments: list[Any] = [self.parameters, self.state, self.now(plan.active)]
         if plan.lanes:
             program = programs.mixed(slots, tiles) if plan.rounds else programs.chunk(slots, tiles)
-            arguments.append(jax.tree.map(self._place, self.lanes(plan.lanes)))
+            scores = programs.draws.prompt is not None
+            arguments.append(jax.tree.map(self._place, self.lanes(plan.lanes, scores)))
             width = programs.steps if plan.rounds else 1
         else:
             most = self.shape.rounds[-1] if programs.ends_early else plan.rounds
@@ -77,7 +117,8 @@ class Session:
         # On GPUs float32 matrix products would be rounded to TF32 otherwise; bfloat16 ones do not change.
         with jax.default_matmul_precision("highest"):
             self.state, told = program(*arguments)
-        told.copy_to_host_async()
+        for array in told:
+            array.copy_to_host_async()
         return Ran(plan, programs.columns(width), told, programs.rows)
 
     def warm(self, draws: Iterable[Draws] = (Draws(),), rows: Iterable[int | None] = (None,)) -> None:
@@ -135,20 +176,25 @@ class Session:
         hot = [sampling for each in asked if not (sampling := _sampling(each)).greedy]
         filters = any(sampling.filters for sampling in hot) or any(each.min_tokens for each in asked)
         kind: Kind = "filters" if filters else "temperature" if hot else "greedy"
-        return Draws(kind, any(each.logprobs is not None for each in asked))
+        told = [self._settings[lane.slot].prompt_logprobs for lane in plan.lanes]
+        prompt = None if all(top is None for top in told) else TOP if any(told) else 0
+        return Draws(kind, any(each.logprobs is not None for each in asked), prompt)
 
-    def lanes(self, lanes: Sequence[Lane]) -> Lanes:
-        """Pieces of prompts as NumPy arrays, over all groups."""
+    def lanes(self, lanes: Sequence[Lane], scores: bool = False) -> Lanes:
+        """Pieces of prompts as NumPy arrays, over all groups, perhaps with the token behind each row."""
         shape = self.shape
         count = shape.groups * shape.lanes
         tokens = np.zeros((count, shape.chunk), np.int32)
         counts, last = np.zeros(count, np.int32), np.zeros(count, bool)
         slots = np.full(count, shape.slots_per_group, np.int32)
+        behind = np.zeros_like(tokens)
         for place, lane in self._in_groups(lanes, shape.lanes):
             tokens[place, : len(lane.tokens)] = lane.tokens
+            followed = (*lane.tokens[1:], *(() if lane.following is None else (lane.following,)))
+            behind[place, : len(followed)] = followed
             counts[place], last[place] = len(lane.tokens), lane.last
             slots[place] = lane.slot % shape.slots_per_group if lane.tokens else shape.slots_per_group
-        return Lanes(tokens, counts, slots, last)  # pyright: ignore[reportArgumentType]
+        return Lanes(tokens, counts, slots, last, behind if scores else None)  # pyright: ignore[reportArgumentType]
 
     def admissions(self, admissions: Sequence[Admission]) -> Admissions:
         """Requests that come into slots as NumPy arrays, over all groups."""

@@ -117,6 +117,7 @@ class Fresh:
     logprobs: Float[Array, "slots width"] | None = None
     """Natural log-probability of each token under the raw logits; None in programs that are not asked."""
     top: "Top | None" = None
+    prompt: "Scored | None" = None
 
 
 @jax.tree_util.register_dataclass
@@ -126,6 +127,33 @@ class Top:
 
     ids: Int[Array, "*rows top"]
     logprobs: Float[Array, "*rows top"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """What the model says of given tokens behind some rows; arrays on the device or NumPy's."""
+
+    logprobs: Float[Array, "*rows"]
+    """Natural log-probability of each row's token under the raw logits."""
+    greedy: Bool[Array, "*rows"]
+    """Whether it is the most likely one."""
+    top: Top
+    """As many as are asked, perhaps none."""
+
+    def pack(self) -> Int[Array, "*rows columns"]:
+        """One integer array for the host: log-probability, whether greedy, top ids, and their log-probabilities."""
+        bits = [jax.lax.bitcast_convert_type(x, jnp.int32) for x in (self.logprobs, self.top.logprobs)]
+        greedy = self.greedy.astype(jnp.int32)
+        return jnp.concatenate([bits[0][..., None], greedy[..., None], self.top.ids, bits[1]], axis=-1)
+
+    @classmethod
+    def unpack(cls, packed: Int[np.ndarray, "*rows columns"]) -> "Scored":
+        """What `pack` packed."""
+        count = (packed.shape[-1] - 2) // 2
+        floats = np.ascontiguousarray(packed).view(np.float32)
+        top = Top(packed[..., 2 : 2 + count], floats[..., 2 + count :])  # pyright: ignore[reportArgumentType]
+        return cls(floats[..., 0], packed[..., 1] == 1, top)  # pyright: ignore[reportArgumentType]
 
 
 @jax.tree_util.register_dataclass
@@ -152,6 +180,8 @@ class Lanes:
     """Of this device group; a number past the last for an idle lane."""
     last: Bool[Array, " lanes"]
     """Whether the prompt ends here."""
+    following: Int[Array, "lanes rows"] | None = None
+    """The token behind each row, for programs that tell its log-probability; 0 where none is known."""
 
     def of(self, values: Array) -> Array:
         """The lanes' entries of an array over slots."""

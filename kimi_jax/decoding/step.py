@@ -15,9 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kimi_jax.ddtree.acceptance import Acceptance, emit
 from kimi_jax.ddtree.tree import DraftTree, truncate
-from kimi_jax.decoding.sampling import Draws, log_probabilities, next_tokens, not_yet, only_known
+from kimi_jax.decoding.sampling import Draws, log_probabilities, most_likely, next_tokens, not_yet, only_known
 from kimi_jax.decoding.speculation import Speculation
-from kimi_jax.decoding.state import FINE, Asked, Counters, DecodeState, Dispatch, Fresh, Lanes, Top
+from kimi_jax.decoding.state import FINE, Asked, Counters, DecodeState, Dispatch, Fresh, Lanes, Scored, Top
 from kimi_jax.model.pages import commit, places_of
 from kimi_jax.model.rows import Rows
 from kimi_jax.model.transformer import CausalLM, Output
@@ -154,9 +154,20 @@ class Step:
             empty = jnp.zeros((len(nobody), *drawn.logits.shape[1:]), drawn.logits.dtype)
             logits = lanes.put(empty, drawn.logits)
         state, _ = self._emit(state, state.anchors[:, None], lanes.put(nobody, done).astype(jnp.int32), logits)
+        if lanes.following is not None and self.draws.prompt is not None:
+            now = cast(Dispatch, state.now)
+            fresh = dataclasses.replace(state.fresh, prompt=self._score(output, lanes.following, self.draws.prompt))
+            state = dataclasses.replace(state, now=dataclasses.replace(now, fresh=fresh))
         # Of earlier rows only the hidden states tell: their latents are committed as zeros where they are not finite.
         finite = jnp.isfinite(output.hidden).all(-1) | ~rows.valid
         return _record_failure(state, lanes.put(nobody, (lanes.counts > 0) & ~(finite.all(1) & drawn.finite[:, 0])))
+
+    def _score(self, output: Output, following: Int[Array, "lanes rows"], top: int) -> Scored:
+        """What the target says of the token behind every row of a chunk."""
+        logits = self.model.logits(output.hidden)
+        with jax.named_scope("sampling"):
+            logprobs, ids, best = log_probabilities(logits, following, top)
+            return Scored(logprobs, most_likely(logits)[0] == following, Top(ids, best))
 
     def _forward(self, groups: Sequence[Rows], state: DecodeState) -> tuple[list[Output], DecodeState]:
         """One forward, and the state with what this device counted in it."""

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 
 from kimi_jax.chat import parse
 from kimi_jax.decoding.engine import Draft, Engine
-from kimi_jax.decoding.forcing import Scores, Window, score
 from kimi_jax.decoding.generate import Limits, Request
 from kimi_jax.decoding.sampling import Sampling
+from kimi_jax.decoding.scoring import Scores, Window
 
 SMALLEST_BUCKET = 64
 """Lengths are rounded up to powers of two from here, so that batches of many lengths share a few compiled shapes."""
@@ -19,22 +19,23 @@ def bucket(length: int) -> int:
 
 
 def score_all(engine: Engine, windows: Sequence[Window], batch: int) -> Iterator[tuple[list[int], Scores]]:
-    """Scores of windows in batches of similar lengths, longest first: the first batch shows whether memory suffices.
+    """Scores of windows, `batch` at a time, as they are known.
 
-    Equal windows run once. Yields the indices of the windows that are the same one, and its scores.
+    Equal windows run once, and those that begin alike one after the other. Yields the indices of the windows that are
+    the same one, and its scores.
 
     Raises:
-      ValueError: as `forcing.score`; the index is that within a batch.
+      ValueError: as `Engine.score`; the index is that among the different windows, in their order.
     """
     places: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for index, window in enumerate(windows):
         places.setdefault((tuple(window.inputs), tuple(window.targets)), []).append(index)
-    distinct = sorted(places, key=lambda ids: -len(ids[0]))
-    for first in range(0, len(distinct), batch):
-        part = distinct[first : first + batch]
-        cut = [windows[places[ids][0]] for ids in part]
-        for ids, result in zip(part, score(engine, cut, requests=batch, length=bucket(len(part[0][0]))), strict=True):
-            yield places[ids], result
+    distinct = sorted(places)
+    if not distinct:
+        return
+    limits = Limits(least_capacity=bucket(max(len(inputs) for inputs, _ in distinct)))
+    for index, scores in engine.score([windows[places[ids][0]] for ids in distinct], batch, limits):
+        yield places[distinct[index]], scores
 
 
 @dataclasses.dataclass(frozen=True)

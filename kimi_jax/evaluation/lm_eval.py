@@ -156,7 +156,7 @@ class KimiJax(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        from kimi_jax.decoding.forcing import Window
+        from kimi_jax.decoding.scoring import Window
         from kimi_jax.evaluation.batches import score_all
 
         windows = []
@@ -179,7 +179,7 @@ class KimiJax(TemplateLM):
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts behind [BOS], in windows of `max_length` tokens that do not overlap."""
-        from kimi_jax.decoding.forcing import strided
+        from kimi_jax.decoding.scoring import strided
         from kimi_jax.evaluation.batches import score_all
 
         parts = []

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kimi_jax.decoding.engine import Engine
-from kimi_jax.decoding.forcing import score, strided
+from kimi_jax.decoding.generate import Limits
+from kimi_jax.decoding.scoring import strided
 from kimi_jax.parallel import host_arrays, processes
 from kimi_jax.text_files import lines_of, naming, read_text, write_text
 
@@ -136,14 +137,14 @@ def perplexity(
     Args:
       engine: the checkpoint on its mesh.
       documents: from `read_documents`.
-      window, stride: see `forcing.strided`.
+      window, stride: see `scoring.strided`.
       batch: windows run together, spread over dp and ep.
       journal: file that keeps finished windows; the same call goes on where it was stopped.
       checkpoint: what the journal remembers the checkpoint by (`provenance.fingerprint`).
       progress: told of windows done and windows in all.
 
     Raises:
-      ValueError: as `score` and `Journal`; a window that exceeds the model's positions.
+      ValueError: as `Engine.score` and `Journal`; a window that exceeds the model's positions.
     """
     positions = engine.config.max_position_embeddings
     if window > positions:
@@ -156,16 +157,14 @@ def perplexity(
     done = Journal(journal, run)
     host_arrays.require_agreement("texts, options or finished windows", (run, sorted(done.nats)))
     left = [index for index in range(len(cut)) if index not in done.nats]
-    longest = max(len(part.inputs) for _, part in cut)
-    for first in range(0, len(left), batch):
+    if progress:
+        progress(len(done.nats), len(cut))
+    limits = Limits(least_capacity=max(len(part.inputs) for _, part in cut))
+    scored = engine.score([cut[index][1] for index in left], batch, limits) if left else ()
+    for index, result in scored:
+        done.add(left[index], -float(result.logprobs.sum(dtype="float64")))
         if progress:
             progress(len(done.nats), len(cut))
-        indices = left[first : first + batch]
-        results = score(engine, [cut[index][1] for index in indices], requests=batch, length=longest)
-        for index, result in zip(indices, results, strict=True):
-            done.add(index, -float(result.logprobs.sum(dtype="float64")))
-    if progress:
-        progress(len(cut), len(cut))
     totals = [0.0] * len(documents)
     for index, (number, _) in enumerate(cut):
         totals[number] += done.nats[index]

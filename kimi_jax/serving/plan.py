@@ -105,7 +105,7 @@ class Settings:
     logprobs: int | None = None
     """Most likely tokens told beside each token of the answer; None tells no log-probabilities."""
     prompt_logprobs: int | None = None
-    """The same for tokens of the prompt."""
+    """The same for tokens of the prompt, but for its first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +121,8 @@ class Request:
     reusable: int | None = None
     """Tokens of the prompt that may come from kept pages, at most; by default all but the last, and none where
     log-probabilities of the prompt are wanted."""
+    following: int | None = None
+    """Token behind the prompt whose log-probability is wanted besides, without a row of its own."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", tuple(operator.index(token) for token in self.ids))
@@ -156,6 +158,8 @@ class Lane:
     tokens: tuple[int, ...]
     last: bool
     """Whether the prompt ends here, so that the answer's first token is drawn."""
+    following: int | None = None
+    """The token behind the piece, as far as it is known and its log-probability may be wanted."""
 
 
 @dataclasses.dataclass(frozen=True)

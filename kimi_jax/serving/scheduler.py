@@ -317,7 +317,8 @@ class Scheduler:
             tokens = work.ids[start : start + self.shape.chunk]
             work.prefilled += len(tokens)
             work.flying_first = int(work.ready and work.request.limit > 0)
-            lanes.append(Lane(work.slot, start, tokens, work.ready))
+            following = work.request.following if work.ready else work.ids[work.prefilled]
+            lanes.append(Lane(work.slot, start, tokens, work.ready, following))
             flight.lanes[work.slot], flight.ends[work.slot] = work, work.prefilled
         return lanes
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from kimi_jax.decoding.engine import PLAIN, Draft
-from kimi_jax.decoding.forcing import Window, score
 from kimi_jax.decoding.generate import Limits, Request, settings_of
 from kimi_jax.decoding.queue import Queue
 from kimi_jax.decoding.sampling import Sampling
+from kimi_jax.decoding.scoring import Window
 from kimi_jax.decoding.session import Session
 from kimi_jax.decoding.state import Dispatch, Lanes
 from kimi_jax.serving import plan
@@ -191,7 +191,7 @@ def test_log_probabilities_are_those_of_scoring(engines):
     for index in (0, 1, 3, 4):
         request, text = requests[index], texts[str(index)]
         whole = [*request.ids, *text]
-        (expected,) = score(engine, [Window(whole[:-1], text)])
+        ((_, expected),) = engine.score([Window(whole[:-1], text)])
         np.testing.assert_allclose(told[str(index)], expected.logprobs, atol=1e-4)
 
 

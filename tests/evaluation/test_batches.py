@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from kimi_jax.decoding.engine import PLAIN
-from kimi_jax.decoding.forcing import Window, score
 from kimi_jax.decoding.generate import Limits
 from kimi_jax.decoding.sampling import Sampling
-from kimi_jax.evaluation import batches
+from kimi_jax.decoding.scoring import Window
 from kimi_jax.evaluation.batches import Writing, bucket, score_all, write_all
 
 PROMPTS = [[5], [7, 8, 9, 10, 11], [300, 301, 302], [40, 41]]
@@ -22,15 +21,16 @@ def test_lengths_share_buckets(length, expected):
 def test_scores_in_batches_are_those_one_by_one(engines, monkeypatch):
     engine = engines("local")
     windows = [Window([3, 4, 5], [4, 5, 6]), Window([9] * 20, [8]), Window([3, 4, 5], [4, 5, 6]), Window([1], [2])]
-    alone = [score(engine, [window], requests=2, length=64)[0] for window in windows]
+    alone = [next(engine.score([window]))[1] for window in windows]
     run = []
-    monkeypatch.setattr(batches, "score", lambda e, part, **shape: run.append((part, shape)) or score(e, part, **shape))
+    real = type(engine).score
+    monkeypatch.setattr(type(engine), "score", lambda e, part, *more: run.append(part) or real(e, part, *more))
     found = list(score_all(engine, windows, batch=2))
-    assert [indices for indices, _ in found] == [[1], [0, 2], [3]]  # the longest first, equal ones together
+    assert sorted(indices for indices, _ in found) == [[0, 2], [1], [3]]  # equal ones together
     for indices, result in found:
         np.testing.assert_allclose(result.logprobs, alone[indices[0]].logprobs, atol=1e-5)
-    assert [[len(window.inputs) for window in part] for part, _ in run] == [[20, 3], [1]]
-    assert all(shape == {"requests": 2, "length": 64} for _, shape in run)
+    assert run == [[windows[3], windows[0], windows[1]]]
+    assert list(score_all(engine, [], batch=2)) == []
 
 
 @pytest.fixture(scope="module")

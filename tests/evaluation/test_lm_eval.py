@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kimi_jax.chat import render
-from kimi_jax.decoding.forcing import Window, score
+from kimi_jax.decoding.scoring import Window
 from kimi_jax.evaluation.perplexity import Document, perplexity
 from kimi_jax.opening import BUNDLED_CHECKPOINT
 from kimi_jax.provenance import fingerprint
@@ -50,7 +50,7 @@ def model():
 
 
 def logprob(model, before, after):
-    (scores,) = score(model.engine, [Window((before + after)[:-1], after)])
+    ((_, scores),) = model.engine.score([Window((before + after)[:-1], after)])
     return float(scores.logprobs.sum()), bool(scores.greedy.all())
 
 
