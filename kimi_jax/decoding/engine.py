@@ -44,11 +44,12 @@ from kimi_jax.decoding.timing import measure_rounds, part_seconds
 from kimi_jax.drafter.dflash import DFlash
 from kimi_jax.model.transformer import CausalLM
 from kimi_jax.parallel.exchange.choice import may_overflow
-from kimi_jax.parallel.host_arrays import require_agreement
-from kimi_jax.parallel.processes import Watchdog
+from kimi_jax.parallel.host_arrays import bytes_of_process_0, require_agreement
+from kimi_jax.parallel.processes import Watchdog, coordinator_host
 from kimi_jax.parallel.sharding import rules
 from kimi_jax.parameters import Parameters, Rules
 from kimi_jax.serving.plan import Shape
+from kimi_jax.serving.transport import Receiver, Sender, connect
 from kimi_jax.tokenizer import Tokenizer
 from meshes.presets import Layout
 
@@ -265,6 +266,8 @@ class Engine:
     ) -> Queue:
         """Slots and pages for requests that come and go, for as long as the caller likes.
 
+        All processes call it alike; then process 0 submits and steps, and the others `follow` until it closes.
+
         Args:
           slots: requests at work at the same time, over the whole mesh.
           capacity: tokens of prompt and answer that a request may have at most; by default the model's positions.
@@ -282,14 +285,19 @@ class Engine:
         longest = min(limits.prefill_chunk, capacity - 1)
         automatic = self.automatic(draft, slots, longest, min(limits.max_new_tokens, capacity - longest))
         shape = shape_for(programs, slots, capacity - 1, capacity, limits, self._fit(programs), slot_counts=slot_counts)
-        return self._queue(programs, shape, automatic)
+        link = None
+        if jax.process_count() > 1:
+            link = connect(jax.process_index(), jax.process_count(), coordinator_host(), bytes_of_process_0)
+        return self._queue(programs, shape, automatic, link)
 
     def _fit(self, programs: Programs) -> PagesThatFit:
         return functools.partial(pages_that_fit, self, programs)
 
-    def _queue(self, programs: Programs, shape: Shape, automatic: AutomaticBudget | None) -> Queue:
+    def _queue(
+        self, programs: Programs, shape: Shape, automatic: AutomaticBudget | None, link: Sender | Receiver | None = None
+    ) -> Queue:
         beat = (lambda: None) if self.watchdog is None else self.watchdog.beat
-        return Queue(Session(programs, self.parameters, shape), automatic, self.rebalancer, beat)
+        return Queue(Session(programs, self.parameters, shape), automatic, self.rebalancer, beat, link)
 
     @property
     def default_draft(self) -> Draft:

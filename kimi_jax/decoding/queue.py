@@ -1,6 +1,7 @@
 """Requests on their way through an engine's slots: the scheduler's plans run on the devices, and what came is told."""
 
 import collections
+import json
 from collections.abc import Callable
 
 import numpy as np
@@ -10,20 +11,23 @@ from kimi_jax.decoding.rebalance import Rebalancer
 from kimi_jax.decoding.session import Ran, Session
 from kimi_jax.decoding.state import Snapshot
 from kimi_jax.serving.events import Event, Seen
-from kimi_jax.serving.plan import Request
+from kimi_jax.serving.plan import Plan, Request
 from kimi_jax.serving.scheduler import Scheduler
+from kimi_jax.serving.transport import Receiver, Sender
 
 
 class Queue:
     """Requests in slots and those that wait for one. Every `step` is one dispatch.
 
-    All processes that share the devices call it alike, with the same requests in the same order.
+    All processes that share the devices call it alike, with the same requests in the same order; or with a link
+    process 0 alone, and the others `follow`.
 
     Args:
       session: with nobody in it.
       automatic: picks the rows that each dispatch verifies; without it they are those of the programs.
       rebalancer: moves experts between dispatches.
       beat: called whenever a dispatch has ended.
+      link: to the other processes, or of another process to process 0.
     """
 
     def __init__(
@@ -32,13 +36,14 @@ class Queue:
         automatic: AutomaticBudget | None = None,
         rebalancer: Rebalancer | None = None,
         beat: Callable[[], None] = lambda: None,
+        link: Sender | Receiver | None = None,
     ):
         self.session, self.scheduler = session, Scheduler(session.shape)
         self.rounds = 0
         """Rounds in which somebody's text went on."""
         self.slot_rounds = 0
         """Slots whose texts did, added up over the rounds."""
-        self._automatic, self._rebalancer, self._beat = automatic, rebalancer, beat
+        self._automatic, self._rebalancer, self._beat, self._link = automatic, rebalancer, beat, link
         self._flying: collections.deque[Ran] = collections.deque()
         self._under_way: dict[str, None] = {}
         self._totals = np.zeros((session.shape.slots, 2), int)
@@ -76,6 +81,7 @@ class Queue:
         if not (self._flying and self._moves_are_due):
             plan = self.scheduler.plan(most)
         if plan is not None:
+            self._tell(rows=rows, plan=plan.to_json())
             self._flying.append(self.session.run(plan, rows))
         if self._flying and (plan is None or len(self._flying) > self.session.shape.ahead):
             return self._read(self._flying.popleft())
@@ -99,10 +105,15 @@ class Queue:
         for event in events:
             if event.reason is not None:
                 self._under_way.pop(event.id)
-        if self._moves_are_due and not self._flying and self._rebalancer is not None:
-            session = self.session
-            session.state = self._rebalancer.after(self.rounds, session.parameters, session.state)
+        if self._moves_are_due and not self._flying:
+            self._tell(rounds=self.rounds)
+            self._move(self.rounds)
         return [(event, snapshot) for event in events]
+
+    def _move(self, rounds: int) -> None:
+        """Lets experts move; nothing is in flight."""
+        assert self._rebalancer is not None
+        self.session.state = self._rebalancer.after(rounds, self.session.parameters, self.session.state)
 
     def _learn(self, ran: Ran, snapshot: Snapshot) -> None:
         """Counts the rounds that a dispatch has run, and tells the automatic budget of them and of their tokens."""
@@ -122,9 +133,41 @@ class Queue:
         """Whether experts are to be moved, which waits until nothing is in flight."""
         return self._rebalancer is not None and self._rebalancer.is_due(self.rounds)
 
+    def rest(self) -> None:
+        """Says to watchdogs, those of the other processes too, that all is well though there is nothing to do."""
+        self._beat()
+        if isinstance(self._link, Sender):
+            self._link.send("")
+
+    def _tell(self, **order: object) -> None:
+        """Lets the other processes do the same."""
+        if isinstance(self._link, Sender):
+            self._link.send(json.dumps(order))
+
+    def follow(self) -> None:
+        """Does what process 0 does, until it closes its queue.
+
+        Raises:
+          TransportError: process 0 went away.
+        """
+        assert isinstance(self._link, Receiver), "process 0 leads"
+        while (text := self._link.receive()) is not None:
+            self._beat()
+            order = json.loads(text or "{}")
+            if "plan" in order:
+                self._flying.append(self.session.run(Plan.from_json(order["plan"]), order["rows"]))
+            # Process 0 has read its older dispatches: what is not read here only piles up.
+            while self._flying and ("rounds" in order or len(self._flying) > self.session.shape.ahead + 1):
+                self._flying.popleft().read()
+            if "rounds" in order:
+                self._move(order["rounds"])
+        self._link.close()
+
     def close(self) -> None:
-        """Ends all requests and reads what is in flight, so that the session is empty."""
+        """Ends all requests and reads what is in flight, so that the session is empty; processes that follow end."""
         for id in [*self._under_way]:
             self.cancel(id)
         while self._flying:
             self._read(self._flying.popleft())
+        if isinstance(self._link, Sender):
+            self._link.close()

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kimi_jax.decoding.automatic import AutomaticBudget, RoundCosts
 from kimi_jax.decoding.engine import PLAIN, Draft
 from kimi_jax.decoding.generate import Limits, Request, settings_of
 from kimi_jax.decoding.queue import Queue
@@ -16,6 +17,7 @@ from kimi_jax.decoding.scoring import Window
 from kimi_jax.decoding.session import Session
 from kimi_jax.decoding.state import Dispatch, Lanes
 from kimi_jax.serving import plan
+from kimi_jax.serving.transport import Receiver, Sender
 
 TREE = Draft("ddtree", 7)
 KINDS = [Sampling(), Sampling(0.8, top_p=0.95), Sampling(1.0), Sampling(1.2, top_k=20, min_p=0.02)]
@@ -254,3 +256,30 @@ def test_no_branch_and_no_loop_that_the_host_would_drive(kind, engines):
     counted = re.findall(r"stablehlo\.compare +LT, %iterArg\w*, %c\w*", text)
     assert loops >= (kind == "decode")
     assert len(counted) == loops, "a bound is a constant"
+
+
+def test_another_process_follows(engines):
+    """Plans that have travelled leave the same state behind, experts and rows included."""
+    engine = engines()
+    sender = Sender(2, "127.0.0.1")
+    receiver = Receiver("127.0.0.1", sender.announcement, 1, 30)
+    sender.accept(30)
+    automatic = AutomaticBudget(RoundCosts({1: 10, 8: 11}, "estimated"), 8)
+    leads, follows = (
+        Queue(session, automatic, link=link)
+        for session, link in (
+            (Session(engine.programs(TREE), engine.parameters, shape_for(engine.programs(TREE))), sender),
+            (Session(engine.programs(TREE), engine.parameters, shape_for(engine.programs(TREE))), receiver),
+        )
+    )
+    submit(leads, some_requests()[:4])
+    leads.step()
+    leads.rest()
+    submit(leads, some_requests()[4:6], names=["late", "later"])
+    leads.cancel("1")
+    texts, _ = run(leads)
+    leads.close()
+    follows.follow()  # the messages wait in the socket
+    assert len(texts["late"]) == LIMITS[4]
+    jax.tree.map(np.testing.assert_array_equal, leads.session.state, follows.session.state)
+    assert np.asarray(leads.session.state.lengths).any()

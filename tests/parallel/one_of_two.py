@@ -20,11 +20,12 @@ from kimi_jax.commands.errors import errors_in_one_line
 from kimi_jax.commands.options import EngineOptions, LayoutOptions
 from kimi_jax.commands.progress import open_engine
 from kimi_jax.decoding.engine import Draft, Engine
-from kimi_jax.decoding.generate import Limits
+from kimi_jax.decoding.generate import Limits, Request, settings_of
 from kimi_jax.decoding.loading import open_checkpoint
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.parallel import host_arrays, processes
 from kimi_jax.parallel.processes import ProcessOptions
+from kimi_jax.serving import plan
 from kimi_jax.serving.transport import Sender, connect
 from meshes.presets import preset
 
@@ -119,6 +120,30 @@ def messages_of_process_0() -> list[str]:
     return list(iter(side.receive, None))
 
 
+def served(engine: Engine) -> list[list[int]]:
+    """Tokens that follow the prompts where process 0 alone knows them: they come one after the other."""
+    queue = engine.queue(2, 64, Limits(rounds_per_dispatch=2), Draft("ddtree", 6))
+    if jax.process_index():
+        queue.follow()
+        return []
+    tokens: list[list[int]] = [[] for _ in PROMPTS]
+    for index, (prompt, settings) in enumerate(zip(PROMPTS, settings_of(requests(), engine.stop_ids), strict=True)):
+        queue.submit(plan.Request(str(index), tuple(prompt), NEW_TOKENS, settings))
+        for event, _ in [*queue.step(), *queue.step()]:
+            tokens[int(event.id)] += event.tokens
+        queue.rest()
+    while not queue.idle:
+        for event, _ in queue.step():
+            tokens[int(event.id)] += event.tokens
+    queue.close()
+    return tokens
+
+
+def requests() -> list[Request]:
+    """Of all prompts."""
+    return [Request(prompt, Sampling(), 0, NEW_TOKENS) for prompt in PROMPTS]
+
+
 def run_until_killed(mesh: jax.sharding.Mesh) -> None:
     """Sums over both processes for ever; process 1 is killed after a few sums."""
     values = host_arrays.place(np.arange(8.0), mesh, PartitionSpec(("dp", "ep", "tp")))
@@ -142,6 +167,7 @@ def main(index: int, port: int, folder: Path) -> None:
             "disagreements": disagreements(engine.mesh),
             "messages": messages_of_process_0(),
             "texts": texts(engine, Draft("ddtree", 6)),
+            "served": served(engine),
             **checkpoints(engine.mesh, folder),
         }
         (folder / f"{index}.json").write_text(json.dumps(result))

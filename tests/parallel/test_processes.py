@@ -185,6 +185,7 @@ def test_two_processes_decode_the_text_of_one(two, engines):
     _, results, _, _ = two
     expected = one_of_two.texts(engines("local"), PLAIN)
     assert results[0]["texts"] == results[1]["texts"] == expected
+    assert results[0]["served"] == expected, "process 1 has followed the plans of process 0"
 
 
 @pytest.mark.slow
