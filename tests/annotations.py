@@ -12,7 +12,7 @@ import typing
 from jaxtyping import AbstractArray, install_import_hook
 
 PACKAGES = [
-    *(f"kimi_jax.{name}" for name in ("ddtree", "drafter", "model", "parallel", "quantization")),
+    *(f"kimi_jax.{name}" for name in ("ddtree", "drafter", "model", "parallel", "quantization", "vision")),
     *(f"pallas_kernels.{name}.reference" for name in ("int4_moe", "tree_attention")),
 ]
 

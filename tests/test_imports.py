@@ -18,7 +18,7 @@ WITHOUT_JAX = {
 LAYERS = (
     {"meshes", "config", "config_fields", "text_files", "standard_output", "tables", "checkpoint.errors"},
     {"pallas_kernels", "quantization", "parameters", "parallel"},
-    {"model"},
+    {"model", "vision"},
     {
         "ddtree",
         "drafter",

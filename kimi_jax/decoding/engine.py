@@ -51,6 +51,7 @@ from kimi_jax.parameters import Parameters, Rules
 from kimi_jax.serving.plan import Shape
 from kimi_jax.serving.transport import Receiver, Sender, connect
 from kimi_jax.tokenizer import Tokenizer
+from kimi_jax.vision.tower import VisionModel
 from meshes.presets import Layout
 
 STOP_TOKENS = ("<|im_end|>", "[EOS]")
@@ -84,6 +85,8 @@ class Engine:
     """Moves experts between dispatches; then `placement` is among the parameters, and the model's own is outdated."""
     costs: Costs | None = None
     """What rounds cost on the machine that simulated devices stand for; None for real devices, which are measured."""
+    vision: VisionModel | None = None
+    """Tower and projector; then their weights are `vision` among the parameters."""
 
     @property
     def rules(self) -> Rules:

@@ -9,7 +9,9 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from kimi_jax.checkpoint import huggingface
-from kimi_jax.checkpoint.sharded.manifest import is_sharded, read_manifest
+from kimi_jax.checkpoint.plan import SKIPPED_FAMILIES, plan
+from kimi_jax.checkpoint.safetensors import open_checkpoint as open_tensors
+from kimi_jax.checkpoint.sharded.manifest import VISION_FOLDER, is_sharded, read_manifest
 from kimi_jax.checkpoint.sharded.reader import restore
 from kimi_jax.config import ModelConfig
 from kimi_jax.decoding.engine import Engine
@@ -21,8 +23,10 @@ from kimi_jax.parallel.eplb import load_placements
 from kimi_jax.parallel.exchange import backend
 from kimi_jax.parallel.placement import EMPTY, Placement, even_placement, slots_of_layer
 from kimi_jax.parallel.sharding import rules
-from kimi_jax.parameters import Parameters
+from kimi_jax.parameters import Parameters, Rules
 from kimi_jax.tokenizer import Tokenizer
+from kimi_jax.vision.config import VisionConfig
+from kimi_jax.vision.tower import VisionModel
 from meshes.presets import Layout, expert_slots
 
 
@@ -99,4 +103,29 @@ def open_checkpoint(
             checkpoint, model, config.key_prefix, mesh, places,
             dtype=dtype, num_experts=config.n_routed_experts, slot_experts=slots, progress=progress, workers=workers,
         )  # fmt: skip
-    return Engine(model, parameters, tokenizer, mesh, layout, dtype, module)
+    vision = open_vision(checkpoint, config, mesh, places, dtype)
+    if vision is not None:
+        parameters["vision"] = vision[1]
+    return Engine(
+        model, parameters, tokenizer, mesh, layout, dtype, module, vision=None if vision is None else vision[0]
+    )
+
+
+def open_vision(
+    checkpoint: Path, config: ModelConfig, mesh: Mesh, places: Rules, dtype: DTypeLike
+) -> tuple[VisionModel, Parameters] | None:
+    """Vision tower and projector, whole on every device; None for a model, or a copy of its weights, of text alone.
+
+    Raises:
+      ConfigError, CheckpointError: as `open_checkpoint`.
+    """
+    vision = VisionConfig.from_json(checkpoint)
+    folder = checkpoint / VISION_FOLDER if is_sharded(checkpoint) else checkpoint
+    if vision is None or not folder.exists():
+        return None
+    tensors = open_tensors(folder)
+    if not any(name.startswith(SKIPPED_FAMILIES) for name in tensors):
+        return None
+    module = VisionModel(vision)
+    matched = plan(tensors, module, "", mesh, places, dtype=dtype, num_experts=0, skip=(config.key_prefix,))
+    return module, huggingface.read(matched, module)

@@ -33,8 +33,8 @@ VARIANT = TINY | {
     "rope_scaling": None, "bos_token_id": 256, "eos_token_id": 258, "pad_token_id": 511,
 }  # fmt: skip
 TINY_VISION = {
-    "vt_hidden_size": 16, "vt_intermediate_size": 24, "vt_num_attention_heads": 2, "vt_num_hidden_layers": 1,
-    "init_pos_emb_height": 8, "init_pos_emb_width": 8, "mm_hidden_size": 16, "text_hidden_size": 128,
+    "vt_hidden_size": 32, "vt_intermediate_size": 48, "vt_num_attention_heads": 2, "vt_num_hidden_layers": 2,
+    "init_pos_emb_height": 8, "init_pos_emb_width": 8, "mm_hidden_size": 32, "text_hidden_size": 128,
 }  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def random_weights(c: dict, generator: torch.Generator) -> Tensors:
 
 
 def vision_tensors(v: dict, generator: torch.Generator) -> Tensors:
-    """Stand-ins for the vision tower and the projector: a loader of the language model has to skip them by name."""
+    """Vision tower and projector, of sizes that make every part of them show in the rows they give."""
     width, inner, merged = v["vt_hidden_size"], v["vt_intermediate_size"], v["mm_hidden_size"] * 4
     out = {
         "mm_projector.pre_norm.weight": (width,), "mm_projector.pre_norm.bias": (width,),
@@ -136,7 +136,16 @@ def vision_tensors(v: dict, generator: torch.Generator) -> Tensors:
     }
     for key, shape in (named | {"encoder.final_layernorm": (width,)}).items():
         out |= {f"vision_tower.{key}.weight": shape, f"vision_tower.{key}.bias": shape[:1]}
-    return {name: (0.05 * torch.randn(shape, generator=generator)).bfloat16() for name, shape in out.items()}
+
+    def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        draw = torch.randn(shape, generator=generator)
+        if "norm" in name and name.endswith("weight"):
+            return 1 + 0.2 * draw
+        if len(shape) == 1 or "pos_emb" in name:
+            return draw * (0.2 if len(shape) == 1 else 0.5)
+        return draw * (0.06 if "proj.2" in name else 1.2) / math.sqrt(math.prod(shape[1:]))
+
+    return {name: draw(name, shape).bfloat16() for name, shape in out.items()}
 
 
 def pack_experts(weights: Tensors, quantization: dict, *, scale_rule: str, shape_dtype: torch.dtype) -> Tensors:

@@ -20,6 +20,8 @@ from kimi_jax.parameters import Declaration
 
 FORMAT, VERSION = "kimi_jax.orbax", 1
 MANIFEST_NAME = "manifest.json"
+VISION_FOLDER = "vision"
+"""Where tower and projector are, as safetensors: no device has only a part of them."""
 
 
 @dataclasses.dataclass(frozen=True)
