@@ -49,18 +49,22 @@ class RoundCosts:
 
 
 class AutomaticBudget:
-    """Picks the rows of every dispatch of an engine's batches of one size, and learns from each.
+    """Picks the rows of every dispatch of an engine's slots, and learns from each.
 
     It starts plain where nothing is known of the drafter, tries drafts for PROBE_ROUNDS, and then takes what pays.
 
     Args:
-      costs: of a round.
+      costs: of a round with all slots at work.
       block: tokens of the drafter's block: no round gives more.
       prior: tokens a round with a tree of REFERENCE_ROWS that the drafter is known for; None where it is not.
+      fewer: costs of rounds that are compiled for so many slots, fewer than all.
     """
 
-    def __init__(self, costs: RoundCosts, block: int, prior: float | None = None):
+    def __init__(
+        self, costs: RoundCosts, block: int, prior: float | None = None, fewer: Mapping[int, RoundCosts] | None = None
+    ):
         self.costs, self._block = costs, block
+        self._fewer = dict(sorted((fewer or {}).items()))
         self._rounds = 0.0 if prior is None else float(PRIOR_ROUNDS)
         self._tokens = 0.0 if prior is None else prior * PRIOR_ROUNDS
         self._plain_dispatches = self._plain_batches = 0
@@ -91,22 +95,33 @@ class AutomaticBudget:
         self._plain_batches, self._plain_dispatches = 0, PROBE_EVERY
         return True
 
-    def _best(self) -> int:
+    def _best(self, running: int | None = None) -> int:
         """The last dispatch's rows, or where they are much slower the fewest that nearly reach the best speed."""
-        speed = {rows: self.expected(rows) / cost for rows, cost in sorted(self.costs.microseconds.items())}
+        costs = self._of(running).microseconds
+        speed = {rows: self.expected(rows) / cost for rows, cost in sorted(costs.items())}
         most = max(speed.values())
-        if self._last is not None and speed[self._last] >= STAY * most:
+        if self._last in speed and speed[self._last] >= STAY * most:
             return self._last
         return next(rows for rows in speed if speed[rows] >= NEARLY * most)
 
-    def next(self, rounds: int) -> tuple[int, int]:
-        """Rows of the next dispatch, and its rounds where `rounds` are wanted: a probe takes few."""
-        drafts = [rows for rows in self.costs.microseconds if rows > 1]
+    def _of(self, running: int | None) -> RoundCosts:
+        """Costs of the rounds that are compiled for the fewest slots that hold those that are at work."""
+        return next(
+            (costs for slots, costs in self._fewer.items() if running is not None and running <= slots), self.costs
+        )
+
+    def next(self, rounds: int, running: int | None = None) -> tuple[int, int]:
+        """Rows of the next dispatch, and its rounds where `rounds` are wanted: a probe takes few.
+
+        Args:
+          running: slots at work; by default all.
+        """
+        drafts = [rows for rows in self._of(running).microseconds if rows > 1]
         if not drafts:
             return 1, rounds
         if self._plain_dispatches >= (1 if self.acceptance is None else PROBE_EVERY):
             return min(drafts), min(rounds, PROBE_ROUNDS)
-        self._last = self._best()
+        self._last = self._best(running)
         return self._last, rounds
 
     def observe(self, rows: int, rounds: int, tokens: int) -> None:

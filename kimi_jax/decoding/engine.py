@@ -114,7 +114,7 @@ class Engine:
         return {}
 
     @functools.cached_property
-    def _automatic(self) -> dict[tuple[Draft, int], AutomaticBudget]:
+    def _automatic(self) -> dict[tuple[Draft, tuple[int, ...]], AutomaticBudget]:
         return {}
 
     def programs(self, draft: Draft = PLAIN) -> Programs:
@@ -135,7 +135,9 @@ class Engine:
             )  # fmt: skip
         return self._programs[draft]
 
-    def automatic(self, draft: Draft, requests: int, longest: int, most: int) -> AutomaticBudget | None:
+    def automatic(
+        self, draft: Draft, requests: int, longest: int, most: int, fewer: Sequence[int] = ()
+    ) -> AutomaticBudget | None:
         """What picks the rows of every dispatch; None where the budget is fixed.
 
         It is kept while the engine is open, one for each number of slots, with the costs of its first call: those
@@ -144,20 +146,25 @@ class Engine:
         Args:
           requests: at work at the same time, over the whole mesh.
           longest, most: tokens of the longest prompt and of the longest answer.
+          fewer: slots that rounds are compiled for besides all.
         """
         if draft.kind != "ddtree" or draft.budget != "auto":
             return None
         assert self.drafter is not None
-        key = (draft, requests)
+        key = (draft, (requests, *fewer))
         if key not in self._automatic:
-            if self.costs is not None:
-                costs = self.costs(requests, longest + most)
-            else:
-                plain, drafting = self.programs(), self.programs(draft)
-                costs = measure_rounds(plain, drafting, self.parameters, requests, longest, most)
-            config = self.drafter.config
-            self._automatic[key] = AutomaticBudget(costs, config.block_size, config.acceptance_length)
+            config, costs = (
+                self.drafter.config,
+                [self._costs(draft, slots, longest, most) for slots in (requests, *fewer)],
+            )
+            known = config.block_size, config.acceptance_length
+            self._automatic[key] = AutomaticBudget(costs[0], *known, dict(zip(fewer, costs[1:], strict=True)))
         return self._automatic[key]
+
+    def _costs(self, draft: Draft, requests: int, longest: int, most: int) -> RoundCosts:
+        if self.costs is not None:
+            return self.costs(requests, longest + most)
+        return measure_rounds(self.programs(), self.programs(draft), self.parameters, requests, longest, most)
 
     def begin(self, draft: Draft, requests: int, longest: int, most: int) -> tuple[Programs, AutomaticBudget | None]:
         """The programs of new slots, and what picks their rows; plain ones where drafts are not expected to pay."""
@@ -286,7 +293,8 @@ class Engine:
             raise ValueError(f"a request may have {capacity:,} tokens; the model has {positions:,} positions")
         programs = self.programs(draft)
         longest = min(limits.prefill_chunk, capacity - 1)
-        automatic = self.automatic(draft, slots, longest, min(limits.max_new_tokens, capacity - longest))
+        fewer = [count * self.layout.groups for count in slot_counts[:-1]]
+        automatic = self.automatic(draft, slots, longest, min(limits.max_new_tokens, capacity - longest), fewer)
         shape = shape_for(programs, slots, capacity - 1, capacity, limits, self._fit(programs), slot_counts=slot_counts)
         link = None
         if jax.process_count() > 1:

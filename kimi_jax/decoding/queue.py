@@ -73,7 +73,7 @@ class Queue:
         """
         rows = most = plan = None
         if self._automatic is not None:
-            rows, most = self._automatic.next(self.session.shape.rounds[-1])
+            rows, most = self._automatic.next(self.session.shape.rounds[-1], self.scheduler.occupied or 1)
         if self._rebalancer is not None:
             flying = sum(ran.plan.rounds for ran in self._flying)
             left = self._rebalancer.rounds_left(self.rounds + flying)

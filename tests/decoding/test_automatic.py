@@ -57,6 +57,14 @@ def test_a_batch_that_drafts_would_slow_down_keeps_nothing_for_them():
     assert AutomaticBudget(STEEP, BLOCK).begin(), "nothing is known of the drafter"
 
 
+def test_few_slots_at_work_have_costs_of_their_own():
+    automatic = AutomaticBudget(STEEP, BLOCK, prior=5.0, fewer={4: STEEP, 2: FLAT})
+    assert automatic.next(8, running=3) == automatic.next(8) == (1, 8)
+    assert automatic.next(8, running=2) == (16, 8)
+    assert automatic.next(8, running=1) == (16, 8)
+    assert automatic.next(8, running=5) == (1, 8)
+
+
 def test_rows_stay_where_others_are_little_better():
     automatic = AutomaticBudget(FLAT, BLOCK, prior=4.0)
     assert automatic.next(8) == (16, 8)

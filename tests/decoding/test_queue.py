@@ -156,6 +156,51 @@ def test_a_request_that_is_not_finite_ends_alone_and_leaves_clean_pages(engines,
         assert jnp.isfinite(ring).all()
 
 
+@pytest.mark.slow
+def test_a_thousand_random_requests_leave_everything_free(engines):
+    """Lengths from 1 to capacity, random arrivals, cancels, stops, kinds, and now and then NaN in somebody's text."""
+    engine, poison, rng = engines(), 319, np.random.default_rng(5)
+    parameters = jax.tree.map(lambda x: x, engine.parameters)
+    table = parameters["target"]["model"]["embed_tokens"]
+    table["weight"] = table["weight"].at[poison].set(jnp.nan)
+    queue = open_queue(dataclasses.replace(engine, parameters=parameters), pages=4, slots_per_group=4, ahead=1)
+    capacity, left, broken, told = queue.session.shape.capacity, 1000, set(), {}
+    while left or not queue.idle:
+        for _ in range(min(left, rng.poisson(2))):
+            left -= 1
+            length = int(np.clip(rng.lognormal(2.5, 1.2), 1, capacity - 1))
+            ids = rng.integers(0, 300, length).tolist()
+            if rng.random() < 0.02:
+                ids[rng.integers(length)] = poison
+                broken.add(str(left))
+            limit = int(np.clip(rng.lognormal(1.5, 1), 0, capacity - length))
+            stops = tuple(rng.integers(0, 300, 4).tolist())
+            if rng.random() < 0.05:  # two of these want more pages than there are
+                limit, stops = capacity - length, ()
+            submit(queue, [Request(ids, KINDS[left % 4], left, limit, stop_ids=stops)], names=[str(left)])
+            told[str(left)] = [None, [], limit]
+        for event, snapshot in queue.step():
+            assert told[event.id][0] is None
+            told[event.id][0] = event.reason
+            told[event.id][1] += event.tokens
+            assert (snapshot.counts >= 0).all()
+        if rng.random() < 0.1 and (alive := [id for id, (reason, *_) in told.items() if reason is None]):
+            ended = queue.cancel(str(rng.choice(alive)))
+            assert ended is not None
+            told[ended.id][0] = ended.reason
+    assert {reason for reason, *_ in told.values()} == {"length", "stop", "cancelled", "error"}
+    drawn = {id for id, (_, text, _) in told.items() if poison in text}
+    assert {id for id, (reason, *_) in told.items() if reason == "error"} <= broken | drawn
+    assert {told[id][0] for id in broken} <= {"error", "cancelled"}
+    assert all(len(text) == limit for reason, text, limit in told.values() if reason == "length")
+    assert len(told) == 1000
+    assert queue.scheduler.preemptions > 0
+    assert is_empty(queue)
+    state = queue.session.state
+    assert (np.asarray(state.lengths) >= 0).all()
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves((state.cache, state.context)))
+
+
 def test_nothing_is_compiled_after_warm_up(engines):
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
