@@ -75,10 +75,11 @@ class Options:
     """Cached tokens of each request; by default 8192 with --gpu, else 128."""
     budget: int = 16
     """Draft tree nodes verified each round; 0 decodes without a drafter."""
-    program: Literal["round", "decode", "prefill"] = "round"
-    """With --gpu: one round, the loop of rounds that decode.py dispatches, or one prefill chunk."""
+    program: Literal["round", "decode", "prefill", "mixed"] = "round"
+    """With --gpu: one round, the loop of rounds that decode.py dispatches, a prefill chunk of every request, or a round
+    with a chunk of one prompt of each device group beside it."""
     prefill_chunk: int = 512
-    """Rows of each request in a prefill step."""
+    """Rows of each request in a prefill step, or of one prompt of each device group in a mixed step."""
     layers: Count = None
     """With --gpu: only the first N layers, for a quick look; all 61 take minutes."""
     rounds: int = 20

@@ -25,8 +25,8 @@ from kimi_jax.parallel.exchange.choice import used
 from kimi_jax.parallel.messages import WORD, Message
 from meshes.presets import Layout, expert_slots
 
-Program = Literal["round", "decode", "prefill"]
-"""One round, the loop of rounds, or one chunk of a prompt."""
+Program = Literal["round", "decode", "prefill", "mixed"]
+"""One round, the loop of rounds, a chunk of every request's prompt, or a round with a chunk of one prompt beside it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Step:
     """Cached tokens of each request."""
     drafter: DrafterConfig | None = None
     program: Program = "round"
+    chunk: int = 0
+    """Rows of another prompt that a device group of a mixed step runs beside the trees, behind as much cached text."""
     slots: int = 0
     """Expert slots of one replica and layer; 0 for the fewest that divide."""
     dtype: DTypeLike = jnp.bfloat16
@@ -68,7 +70,7 @@ class Step:
     @property
     def device_rows(self) -> int:
         """Rows of one device."""
-        return self.device_requests * self.rows
+        return self.device_requests * self.rows + self.chunk
 
     @property
     def num_slots(self) -> int:
@@ -144,7 +146,8 @@ def _model(step: Step) -> Iterator[tuple[str, Need]]:
     shards = model_held(config, layout, jnp.dtype(step.dtype), step.num_slots)
     held = {part: _stored(step, shard) for part, shard in shards.items()}
     cache = step.device_requests * cache_bytes(step)
-    work = {"weights": _products(held["attention"], rows), "cache": Work(cache, _score_flops(step))}
+    cached = cache + cache_bytes(step) if step.chunk else cache
+    work = {"weights": _products(held["attention"], rows), "cache": Work(cached, _score_flops(step))}
     yield "attention", Need(config.num_hidden_layers, held["attention"].bytes, cache, work)
     for part, layers in (
         ("router", moe_layers), ("shared_expert", moe_layers), ("dense", config.first_k_dense_replace),
@@ -155,7 +158,7 @@ def _model(step: Step) -> Iterator[tuple[str, Need]]:
         held["experts"].bytes / local * routed.experts, 2 * held["experts"].values / local * routed.pairs
     )  # fmt: skip
     yield "experts", Need(moe_layers, held["experts"].bytes, work={"weights": read})
-    head_rows = step.device_requests if step.program == "prefill" else rows
+    head_rows = step.device_requests if step.program == "prefill" else rows - step.chunk + bool(step.chunk)
     picks = tuple(messages.head(config, layout, head_rows, greedy=step.greedy))
     yield "head", Need(1, held["head"].bytes, work={"weights": _products(held["head"], head_rows)}, messages=picks)
     looked_up = Work(rows * config.hidden_size * step.item)
@@ -231,7 +234,7 @@ def _drafter(step: Step, drafter: DrafterConfig, head: Need) -> Iterator[tuple[s
         "cache": Work(cache),
     }
     sent = messages.drafting(drafter, layout, requests, item)
-    fused = messages.fused_taps(drafter, layout, requests + positions, item)
+    fused = messages.fused_taps(drafter, layout, requests + positions + step.chunk, item)
     yield "drafter", Need(1, held, cache, work, (*sent, *fused))
     logits = Work(positions * step.config.vocab_size / layout.tp * WORD)
     chosen = messages.tree(drafter, layout, requests, step.depth, step.rows - 1)

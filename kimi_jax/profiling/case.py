@@ -43,7 +43,7 @@ class Case:
     """None where the budget is 0."""
     program: Program = "round"
     prefill_chunk: int = 512
-    """Rows of each request in a prefill step."""
+    """Rows of each request in a prefill step, or of one prompt of each device group in a mixed step."""
     dtype: DTypeLike = jnp.bfloat16
 
     def __post_init__(self) -> None:
@@ -76,7 +76,8 @@ class Case:
         """What the ledger is asked for this case."""
         return Step(
             self.config, self.preset.layout, self.requests, self.rows, self.context,
-            self.drafter if self.budget else None, self.program, dtype=self.dtype,
+            self.drafter if self.budget else None, self.program,
+            self.prefill_chunk if self.program == "mixed" else 0, dtype=self.dtype,
         )  # fmt: skip
 
     @property

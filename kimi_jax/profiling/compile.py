@@ -138,18 +138,22 @@ def program_arguments(case: Case, programs: Programs, parameters: Parameters) ->
     arguments: list[Any] = [parameters, _state(programs, case), now]
     if case.program == "decode" and programs.ends_early:
         arguments.append(_array(mesh, (), jnp.int32, PartitionSpec()))
-    if case.program == "prefill":
-        shapes: list[Any] = [((slots, case.prefill_chunk), jnp.int32), ((slots,), jnp.int32), ((slots,), jnp.int32)]
-        arguments.append(Lanes(*(cast(Any, array(*each)) for each in [*shapes, ((slots,), jnp.bool_)])))
+    if case.program in ("prefill", "mixed"):
+        lanes = slots if case.program == "prefill" else programs.groups
+        shapes: list[Any] = [((lanes, case.prefill_chunk), jnp.int32), ((lanes,), jnp.int32), ((lanes,), jnp.int32)]
+        arguments.append(Lanes(*(cast(Any, array(*each)) for each in [*shapes, ((lanes,), jnp.bool_)])))
     return arguments
 
 
 def _program(case: Case, programs: Programs) -> Any:
     """The jitted function of a case."""
     slots = case.padded_requests // programs.groups
+    if case.program == "round":
+        return programs.round
     if case.program == "decode":
         return programs.decode(slots, DISPATCH_ROUNDS)
-    return programs.round if case.program == "round" else programs.chunk(slots, case.capacity // programs.page_tokens)
+    tiles = case.capacity // programs.page_tokens
+    return programs.mixed(slots, tiles) if case.program == "mixed" else programs.chunk(slots, tiles)
 
 
 def compile_for(

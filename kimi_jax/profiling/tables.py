@@ -69,7 +69,7 @@ def exchange_note(case: Case) -> str:
     """What carries rows to experts, and what is left out of the figures; empty with one ep rank."""
     if case.preset.layout.ep == 1:
         return ""
-    rows = case.device_requests * case.rows
+    rows = case.step.device_rows
     note = f"Exchange: {case.exchange} for {rows} row{'s' if rows > 1 else ''} a device"
     if case.exchange != "alltoall":
         return note + "."

@@ -120,6 +120,24 @@ def test_key_value_heads_that_are_copied_are_read_for_one_head():
     assert drafter.weights - drafter.work["weights"].hbm_bytes == pytest.approx(whole * 7 / 8)
 
 
+def test_a_mixed_step_is_a_round_with_a_chunk_beside_it():
+    layout, chunk = preset("nvl72").layout, 512
+    alone, mixed = ledger(step_on(layout)), ledger(step_on(layout, program="mixed", chunk=chunk))
+    rows, requests = 8 * 17, 8  # of a device
+    for part in ("router", "shared_expert", "dense"):
+        flops = mixed[part].total.flops / alone[part].total.flops
+        assert flops == pytest.approx((rows + chunk) / rows)
+        assert mixed[part].total.hbm_bytes == alone[part].total.hbm_bytes
+    assert mixed["head"].total.flops / alone["head"].total.flops == pytest.approx((rows + 1) / rows)
+    cached = mixed["attention"].work["cache"].hbm_bytes / alone["attention"].work["cache"].hbm_bytes
+    assert cached == pytest.approx((requests + 1) / requests)
+    assert mixed["attention"].cache == alone["attention"].cache
+    prefill = ledger(step_on(layout, program="prefill", requests=9, rows=chunk))
+    apart = alone["experts"].total.hbm_bytes + prefill["experts"].total.hbm_bytes
+    assert mixed["experts"].total.hbm_bytes < 0.7 * apart, "the experts' weights are read once for both"
+    assert mixed["drafter"].total.hbm_bytes == alone["drafter"].total.hbm_bytes
+
+
 def test_a_prefill_needs_the_drafters_context_only():
     needs = ledger(step_on(preset("nvl72").layout, program="prefill", rows=512))
     # Keys and values of one head in six layers, an eighth of the fusion of six taps, norms of 128 and 7168.
