@@ -384,8 +384,7 @@ class Engine:
     def part_seconds(self, prompts: Sequence[Sequence[int]], most: int, draft: Draft = PLAIN) -> dict[str, float]:
         """Seconds of a round by part, with answers of at most so many tokens; see `decoding.timing`."""
         programs = self.next_programs(draft, len(prompts), max(map(len, prompts)), most)
-        with jax.default_matmul_precision("highest"):
-            return part_seconds(programs, self.parameters, prompts, most)
+        return part_seconds(programs, self.parameters, prompts, most)
 
 
 def _dflash(engine: Engine, draft: Draft) -> DFlashDrafter:

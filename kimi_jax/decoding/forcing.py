@@ -19,7 +19,7 @@ from kimi_jax.model.rows import causal_rows
 from kimi_jax.model.transformer import CausalLM, Output
 from kimi_jax.parallel import host_arrays
 from kimi_jax.parallel.collectives import all_gather
-from kimi_jax.parallel.sharding import REQUESTS, cache_axis, cache_multiple, cache_spec
+from kimi_jax.parallel.sharding import REQUESTS, cache_axis, cache_multiple, cache_spec, over_mesh
 from kimi_jax.parameters import Parameters, bind, specs
 
 if TYPE_CHECKING:
@@ -114,8 +114,7 @@ def force(
             host_arrays.place(values, engine.mesh, REQUESTS)
             for values in (before, counts, tokens[:, columns], wanted[:, columns])
         ]
-        with jax.default_matmul_precision("highest"):
-            cache, values = step(engine.parameters["target"], cache, *placed)
+        cache, values = step(engine.parameters["target"], cache, *placed)
         kept = jax.tree.map(lambda x: np.asarray(x)[: len(inputs)], values)
         yield Chunk(first, counts[: len(inputs)].tolist(), kept)
 
@@ -148,8 +147,7 @@ def _step(
     cache_places = cache_spec(dict(rules))
     in_specs = (specs(model, dict(rules)), cache_places, *[REQUESTS] * 4)
     out_specs = (cache_places, PartitionSpec())  # every process reads all that is kept
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return jax.jit(mapped, donate_argnums=(1,))
+    return over_mesh(step, mesh, in_specs, out_specs, donate=(1,))
 
 
 def logits_of(model: CausalLM, output: Output, targets: Array) -> Float[Array, "requests rows vocab"]:

@@ -36,7 +36,7 @@ from kimi_jax.decoding.step import TOP, Step
 from kimi_jax.model.moe import MixtureOfExperts
 from kimi_jax.model.transformer import CausalLM
 from kimi_jax.parallel.collectives import all_gather, all_reduce, axis_size
-from kimi_jax.parallel.sharding import REQUESTS, cache_axis, cache_multiple, cache_spec
+from kimi_jax.parallel.sharding import REQUESTS, cache_axis, cache_multiple, cache_spec, over_mesh
 from kimi_jax.parameters import Parameters, Rules, bind, specs
 from meshes.presets import AXES
 from pallas_kernels.tree_attention import PAGE
@@ -112,8 +112,7 @@ class Programs:
     def _compile(
         self, function: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: object, donate: tuple[int, ...] = ()
     ) -> Callable[..., Any]:
-        mapped = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return jax.jit(mapped, donate_argnums=donate)
+        return over_mesh(function, self.mesh, in_specs, out_specs, donate)
 
     @functools.cached_property
     def _weights(self) -> Parameters:

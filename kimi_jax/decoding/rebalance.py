@@ -22,7 +22,7 @@ from kimi_jax.parallel import host_arrays
 from kimi_jax.parallel.collectives import all_to_all, axis_index, axis_size
 from kimi_jax.parallel.eplb import balanced_placements, imbalance
 from kimi_jax.parallel.placement import EMPTY, Placement, PlacementTable
-from kimi_jax.parallel.sharding import REQUESTS, rules
+from kimi_jax.parallel.sharding import REQUESTS, over_mesh, rules
 from kimi_jax.parameters import Parameters, specs
 from meshes.presets import Layout
 
@@ -154,10 +154,7 @@ class Rebalancer:
         def move(experts: Parameters, sources: Int[Array, " slots"]) -> Parameters:
             return jax.tree.map(lambda stack: fetch_slots(stack, sources, self._layout.expert_axes), experts)
 
-        mapped = jax.shard_map(
-            move, mesh=self._mesh, in_specs=(places, PartitionSpec()), out_specs=places, check_vma=False
-        )
-        return jax.jit(mapped)
+        return over_mesh(move, self._mesh, (places, PartitionSpec()), places)
 
 
 def source_slots(old: Placement, new: Placement) -> Int[np.ndarray, " slots"]:

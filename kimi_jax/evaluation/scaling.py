@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 
 from kimi_jax.decoding.engine import Draft
@@ -68,8 +67,7 @@ def measure_scaling(
         requests = programs.groups
         shape = shape_of(programs, [context] * requests, [programs.steps] * requests, Limits())
         session = Session(programs, engine.parameters, shape)
-        with jax.default_matmul_precision("highest"):
-            now = session.fill([[1] * context] * requests)
+        now = session.fill([[1] * context] * requests)
         case = Case(
             config=engine.config, preset=machine, gpu="cpu", requests=requests, context=context, budget=budget,
             drafter=engine.drafter.config, dtype=jnp.float32,

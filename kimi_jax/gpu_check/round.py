@@ -45,7 +45,7 @@ def measure(layers: int) -> dict[str, Any]:
     new_tokens = (WARM_UP + ROUNDS) * (programs.speculation.max_depth + 1) + 1
     prompts = np.random.default_rng(0).integers(0, case.config.vocab_size, (REQUESTS, CONTEXT)).tolist()
     session = Session(programs, parameters, shape_of(programs, [CONTEXT] * REQUESTS, [new_tokens] * REQUESTS, Limits()))
-    with jax.default_matmul_precision("highest"), tempfile.TemporaryDirectory() as dump:
+    with tempfile.TemporaryDirectory() as dump:
         now = session.fill(prompts)
         state = jax.block_until_ready(session.state)
         compiled, program = compile_for(case, programs, (parameters, state, now), dump=Path(dump))

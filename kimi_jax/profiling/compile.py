@@ -172,19 +172,18 @@ def compile_for(
     layers = f"{case.config.num_hidden_layers} layers for {case.preset.layout.num_devices} {case.gpu or 'CPU devices'}"
     what = f"the {case.program} program for {case.preset.name} ({case.preset.layout}) on {case.gpu or 'CPU devices'}"
     started = time.perf_counter()
-    with jax.default_matmul_precision("highest"):  # as the engine runs them
-        stage(f"lowering {layers}")
-        try:
-            lowered = _program(case, programs).lower(*arguments)
-        except Exception as error:
-            raise CompileError(f"{what} does not lower{_where(error)}: {error}") from error
-        lowered_at = time.perf_counter()
-        stage(f"compiling {layers}")
-        try:
-            with caught_output(registers) as printed, compilation_cache_off(dump is not None):
-                compiled = lowered.compile(dump_options(dump))
-        except Exception as error:
-            raise CompileError(f"{what} does not compile{_part_in(str(error))}: {error}") from error
+    stage(f"lowering {layers}")
+    try:
+        lowered = _program(case, programs).lower(*arguments)
+    except Exception as error:
+        raise CompileError(f"{what} does not lower{_where(error)}: {error}") from error
+    lowered_at = time.perf_counter()
+    stage(f"compiling {layers}")
+    try:
+        with caught_output(registers) as printed, compilation_cache_off(dump is not None):
+            compiled = lowered.compile(dump_options(dump))
+    except Exception as error:
+        raise CompileError(f"{what} does not compile{_part_in(str(error))}: {error}") from error
     compiled_at = time.perf_counter()
     stage("reading the compiled program")
     text, memory = compiled.as_text(), compiled.memory_analysis()

@@ -103,31 +103,30 @@ def run(
     shape = shape_of(programs, [load.context] * load.requests, [new_tokens] * load.requests, Limits())
     session = Session(programs, engine.parameters, shape)
     parameters = session.parameters
-    with jax.default_matmul_precision("highest"):
-        stage(f"running {load.requests} × {load.context} tokens of context")
-        now = session.fill(prompts)
-        state = jax.block_until_ready(session.state)
-        compiled, program = compile_for(case, programs, (parameters, state, now), dump=dump, stage=stage)
-        stage(f"running {load.rounds} rounds")
-        for _ in range(WARM_UP):
-            state = jax.block_until_ready(program(parameters, state, now))
-        times = []
-        for _ in range(load.rounds):
-            started = time.perf_counter()
-            state = jax.block_until_ready(program(parameters, state, now))
-            times.append(time.perf_counter() - started)
-        stage(f"tracing {load.rounds} rounds")
-        with tempfile.TemporaryDirectory() as scratch:
-            directory = trace or Path(scratch)
-            with jax.profiler.trace(str(directory)):
-                for number in range(load.rounds):
-                    with jax.profiler.StepTraceAnnotation("round", step_num=number):
-                        state = jax.block_until_ready(program(parameters, state, now))
-            stage("reading the trace")
-            executions = load.rounds * machine.layout.num_devices
-            parts = part_seconds(operations(directory), executions)
-            if trace is not None:
-                write_named(trace)
+    stage(f"running {load.requests} × {load.context} tokens of context")
+    now = session.fill(prompts)
+    state = jax.block_until_ready(session.state)
+    compiled, program = compile_for(case, programs, (parameters, state, now), dump=dump, stage=stage)
+    stage(f"running {load.rounds} rounds")
+    for _ in range(WARM_UP):
+        state = jax.block_until_ready(program(parameters, state, now))
+    times = []
+    for _ in range(load.rounds):
+        started = time.perf_counter()
+        state = jax.block_until_ready(program(parameters, state, now))
+        times.append(time.perf_counter() - started)
+    stage(f"tracing {load.rounds} rounds")
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = trace or Path(scratch)
+        with jax.profiler.trace(str(directory)):
+            for number in range(load.rounds):
+                with jax.profiler.StepTraceAnnotation("round", step_num=number):
+                    state = jax.block_until_ready(program(parameters, state, now))
+        stage("reading the trace")
+        executions = load.rounds * machine.layout.num_devices
+        parts = part_seconds(operations(directory), executions)
+        if trace is not None:
+            write_named(trace)
     return Live(compiled, tuple(times), parts)
 
 

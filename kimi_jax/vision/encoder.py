@@ -4,14 +4,13 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
-import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt8
 
 from kimi_jax.parallel import host_arrays
 from kimi_jax.parallel.collectives import all_gather
-from kimi_jax.parallel.sharding import REQUESTS
+from kimi_jax.parallel.sharding import REQUESTS, over_mesh
 from kimi_jax.parameters import Parameters, Rules, bind, specs
 from kimi_jax.vision.media import Medium, bucket
 from kimi_jax.vision.tower import VisionModel
@@ -46,8 +45,7 @@ class Encoder:
             return all_gather(rows[None], "tp")
 
         in_specs = (specs(self.module, self.rules), DEVICES, DEVICES)
-        mapped = jax.shard_map(encode, mesh=self.mesh, in_specs=in_specs, out_specs=REQUESTS, check_vma=False)
-        return jax.jit(mapped)
+        return over_mesh(encode, self.mesh, in_specs, REQUESTS)
 
     def __call__(
         self, parameters: Parameters, media: Sequence[tuple[int, Medium]]
@@ -83,8 +81,7 @@ class Encoder:
             patches[device, : len(medium.patches)] = medium.patches
             grids[device] = medium.grid
         given = [host_arrays.place(values, self.mesh, DEVICES) for values in (patches, grids)]
-        with jax.default_matmul_precision("highest"):
-            out = self.program(parameters, *given)
+        out = self.program(parameters, *given)
         rows: dict[int, np.ndarray] = {}
         for shard in out.addressable_shards:
             first, end, _ = shard.index[0].indices(out.shape[0])
