@@ -10,15 +10,18 @@ from __future__ import annotations
 import difflib
 import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from kimi_jax.tokenizer import Tokenizer
 from kimi_jax.tool_declaration import SchemaError, sort_keys, typescript_declaration
 from kimi_jax.tool_names import name_of
+from kimi_jax.vision.media import MediumError, Shown
 
 Message = Mapping[str, Any]
+Look = Callable[[Mapping[str, Any], str], Sequence[Shown]]
+"""Takes an image's or a video's part of a message, and where it stands; says what stands for it."""
 
 _ROLE_TOKENS = {
     "system": "<|im_system|>",
@@ -44,14 +47,15 @@ def render(
     thinking: bool = True,
     preserve_thinking: bool = False,
     add_generation_prompt: bool = True,
+    look: Look | None = None,
 ) -> list[int]:
     """Token ids of a conversation in Kimi K2.6's chat format.
 
     Args:
         messages: OpenAI-style messages. `role` is system, user, assistant or tool; `content` is a string or a list
-            of text parts; `name` replaces the role's name in the header. An assistant message may carry its
-            thinking as `reasoning_content` (or `reasoning`) and calls as `tool_calls`; a tool message answers the
-            call named by `tool_call_id`.
+            of parts: texts and, for `look`, images and videos. `name` replaces the role's name in the header. An
+            assistant message may carry its thinking as `reasoning_content` (or `reasoning`) and calls as `tool_calls`;
+            a tool message answers the call named by `tool_call_id`.
         tokenizer: the checkpoint's tokenizer.
         tools: OpenAI-style function tools, declared to the model as TypeScript (as JSON, with a warning, where a
             schema cannot be written in TypeScript).
@@ -60,13 +64,14 @@ def render(
             the last assistant message without tool calls, so that only a running chain of calls keeps it. Instant
             mode keeps none.
         add_generation_prompt: end with the header of the assistant's answer.
+        look: takes parts that are images or videos, as `vision.parts.Album.look` does; without it they are refused.
 
     Raises:
-        MessageError: a message or tool is malformed, or holds an image.
+        MessageError: a message or tool is malformed, or holds an image that cannot be shown.
     """
     if isinstance(messages, Mapping | str) or not isinstance(messages, Sequence) or not messages:
         raise MessageError("messages must be a non-empty list of messages such as {'role': 'user', 'content': 'Hi'}")
-    prompt = _Prompt(tokenizer)
+    prompt = _Prompt(tokenizer, look)
     if tools:
         prompt.special("<|im_system|>").text("tool_declare").special("<|im_middle|>")
         prompt.text(_declaration(tools)).special("<|im_end|>")
@@ -244,8 +249,8 @@ def parse(
 class _Prompt:
     """Collects special ids and text; neighbouring texts are encoded as one, for BPE sees across their seam."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, look: Look | None = None):
+        self._tokenizer, self._look = tokenizer, look
         self._ids: list[int] = []
         self._pending = ""
 
@@ -259,6 +264,22 @@ class _Prompt:
         self._ids.append(self._tokenizer.special_id(name))
         return self
 
+    def media(self, part: Mapping[str, Any], where: str) -> _Prompt:
+        """Placeholders for what a part shows, in the words that K2.6 knows images and videos by."""
+        if self._look is None:
+            raise MessageError(
+                f"{where} is of type {part['type']!r}; only the text model runs here, so describe it in text"
+            )
+        try:
+            shown = self._look(part, where)
+        except MediumError as error:
+            raise MessageError(str(error)) from None
+        for each in shown:
+            self.text(each.before).special("<|media_begin|>").text(each.kind).special("<|media_content|>")
+            self._ids += [self._tokenizer.special_id("<|media_pad|>")] * each.tokens
+            self.special("<|media_end|>")
+        return self.text("\n")
+
     def ids(self) -> list[int]:
         return self._ids + self._tokenizer.encode(self._pending)
 
@@ -270,7 +291,7 @@ def _add_message(prompt: _Prompt, message: Message, where: str, *, keep_thinking
         prompt.special(_THINK).text(_reasoning(message, where) if keep_thinking else "").special(_END_THINK)
     if role == "tool":
         prompt.text(f"## Return of {message['tool_call_id']}\n")
-    prompt.text(_content(message.get("content"), where))
+    _add_content(prompt, message.get("content"), where)
     if message.get("tool_calls"):
         prompt.special(_SECTION_BEGIN)
         for call in message["tool_calls"]:
@@ -326,20 +347,20 @@ def _check_message(message: Message, where: str):
             raise MessageError(f"{where}.tool_calls[{index}] has no id; Kimi names calls functions.NAME:INDEX")
 
 
-def _content(content: Any, where: str) -> str:
+def _add_content(prompt: _Prompt, content: Any, where: str):
     if content is None or isinstance(content, str):
-        return content or ""
+        prompt.text(content or "")
+        return
     if not isinstance(content, list | tuple):
-        raise MessageError(f"{where}.content is {type(content).__name__}; give a string or a list of text parts")
+        raise MessageError(f"{where}.content is {type(content).__name__}; give a string or a list of parts")
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in ("image", "image_url", "video", "video_url", "input_image"):
-            raise MessageError(
-                f"{where}.content[{index}] is of type {kind!r}; only the text model runs here, so describe it in text"
-            )
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise MessageError(f"{where}.content[{index}] is not a text part such as {{'type': 'text', 'text': 'Hi'}}")
-    return "".join(part["text"] for part in content)
+        if kind in ("image", "image_url", "video", "video_url"):
+            prompt.media(part, f"{where}.content[{index}]")
+        elif kind == "text" and isinstance(part.get("text"), str):
+            prompt.text(part["text"])
+        else:
+            raise MessageError(f"{where}.content[{index}] is not a part such as {{'type': 'text', 'text': 'Hi'}}")
 
 
 def _reasoning(message: Message, where: str) -> str:

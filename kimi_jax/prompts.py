@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kimi_jax.chat import MessageError, render, suggestion
+from kimi_jax.chat import Look, MessageError, render, suggestion
 from kimi_jax.text_files import lines_of, read_text, require_utf8
 from kimi_jax.tokenizer import Tokenizer
 
@@ -47,15 +47,18 @@ class Prompt:
     """File and line, to name the prompt in an error."""
 
     @classmethod
-    def of(cls, text: str) -> "Prompt":
-        """A text: in the template a single user message."""
-        return cls(({"role": "user", "content": text},), plain=True)
+    def of(cls, text: str, images: Sequence[Path] = ()) -> "Prompt":
+        """A text: in the template a single user message, with images before it."""
+        if not images:
+            return cls(({"role": "user", "content": text},), plain=True)
+        parts: list[dict[str, Any]] = [{"type": "image", "image": str(path)} for path in images]
+        return cls(({"role": "user", "content": [*parts, {"type": "text", "text": text}]},))
 
     @property
     def text(self) -> str:
         """The last message's text, which may be empty: its text parts joined, where it has parts."""
         content = self.messages[-1].get("content") or ""
-        return content if isinstance(content, str) else "".join(part["text"] for part in content)
+        return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
     @property
     def label(self) -> str:
@@ -184,8 +187,11 @@ def encode(
     thinking: bool,
     system: str | None,
     preserve_thinking: bool = False,
+    looks: Sequence[Look | None] | None = None,
 ) -> list[list[int]]:
     """Ids of each prompt: in the chat template (options as for `chat.render`), or with `raw` the text itself.
+
+    `looks` has what takes each prompt's images.
 
     Raises:
       PromptError: a conversation, tools or a system message together with `raw`, or an empty text.
@@ -196,12 +202,12 @@ def encode(
         return [tokenizer.encode(text) for text in raw_texts(prompts, system)]
     first = [] if system is None else [{"role": "system", "content": system}]
     ids = []
-    for number, prompt in enumerate(prompts, 1):
+    for number, (prompt, look) in enumerate(zip(prompts, looks or [None] * len(prompts), strict=True), 1):
         where = prompt.where or f"prompt {number}"
         try:
             messages = [*first, *prompt.messages]
             require_utf8(json.dumps(messages, ensure_ascii=False), where)
-            options: dict[str, Any] = {"thinking": thinking, "preserve_thinking": preserve_thinking}
+            options: dict[str, Any] = {"thinking": thinking, "preserve_thinking": preserve_thinking, "look": look}
             ids.append(render(messages, tokenizer, tools=prompt.tools or None, **options))
         except MessageError as error:
             raise MessageError(f"{where}: {error}") from None

@@ -100,9 +100,9 @@ def test_reasoning_is_read_under_both_names(tokenizer):
         ([{"role": "user", "content": None}], r"messages\[0\] \(user\) has no content"),
         ([{"role": "assistant", "content": None}], r"\(assistant\) has no content"),
         ([{"role": "assistant", "tool_calls": []}], r"\(assistant\) has no content"),
-        ([{"role": "user", "content": 3}], r"content is int; give a string or a list of text parts"),
-        ([{"role": "user", "content": ["x"]}], r"content\[0\] is not a text part"),
-        ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\] is not a text part"),
+        ([{"role": "user", "content": 3}], r"content is int; give a string or a list of parts"),
+        ([{"role": "user", "content": ["x"]}], r"content\[0\] is not a part such as"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\] is not a part such as"),
         (
             [{"role": "user", "content": [{"type": "text", "text": ""}, {"type": "image_url", "image_url": {}}]}],
             r"messages\[0\]\.content\[1\] is of type 'image_url'; only the text model",

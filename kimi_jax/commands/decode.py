@@ -49,6 +49,11 @@ class Options(SpeculationOptions):
     file: OptionalFile = None
     """Prompts from a file: one a line, or with the ending .jsonl one {"messages": […], "tools": […]} or
     {"prompt": "…"} a line, which may set id, max_tokens, temperature, top_p, top_k, min_p, seed and stop of its own."""
+    image: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction, option("FILE")] = ()
+    """Image that the prompts among the arguments are about; given again for several. A .jsonl file has images as parts
+    of messages: {"type": "image_url", "image_url": {"url": "data:…"}} or {"type": "image", "image": "FILE"}."""
+    fetch_images: Flag = False
+    """Fetch images whose url in a .jsonl file is an http:// or https:// address."""
     chat: Annotated[Flag, FORM] = False
     """Wrap prompts in K2.6's chat template (the default)."""
     raw: Annotated[Flag, FORM] = False
@@ -116,14 +121,14 @@ class Options(SpeculationOptions):
 
 def gather_prompts(options: Options) -> list[Prompt]:
     """Prompts from the arguments and the file, or from standard input."""
-    prompts = [Prompt.of(text) for text in options.prompts]
+    prompts = [Prompt.of(text, options.image) for text in options.prompts]
     if options.file is not None:
         prompts += read_prompts(options.file)
     if not prompts:
         text = "" if sys.stdin is None or sys.stdin.isatty() else read_standard_input(sys.stdin.buffer)
         if not text.strip():
             raise ValueError("no prompt: give one as an argument, with --file, or on standard input")
-        prompts = [Prompt.of(text)]
+        prompts = [Prompt.of(text, options.image)]
     return prompts
 
 
@@ -191,6 +196,9 @@ def check(options: Options, prompts: Sequence[Prompt]) -> None:
         require_folder(folder)
     for file in filter(None, (options.save_placement, options.journal)):
         require_writable(file)
+    for file in options.image:
+        if not file.is_file():
+            raise ValueError(f"{file}: no such image")
     if options.raw:
         raw_texts(prompts, options.system)
     for prompt in prompts:
@@ -300,6 +308,7 @@ def batch_of(
 ) -> "Batch":
     """The prompts as requests, with what the checkpoint advises where neither they nor the options say."""
     from kimi_jax.decoding.batch import Batch
+    from kimi_jax.decoding.conversation import album_of
     from kimi_jax.decoding.generate import Limits, Request
 
     engine, thinking = opened.engine, not options.instant
@@ -307,14 +316,17 @@ def batch_of(
     if defaults.keys() - {name for name in SAMPLING_FIELDS if getattr(options, name) is not None}:
         told = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
         status.print(f"generation_config.json says {told}; options count before it", style="dim", highlight=False)
+    albums = [album_of(engine, addresses=options.fetch_images) for _ in prompts]
     ids = encode(prompts, engine.tokenizer, raw=options.raw, thinking=thinking, system=options.system,
-                 preserve_thinking=options.preserve_thinking)  # fmt: skip
+                 preserve_thinking=options.preserve_thinking,
+                 looks=[None if album is None else album.look for album in albums])  # fmt: skip
     context = max(map(len, ids))
     defaults["max_new_tokens"] = new_tokens(
         thinking and not options.raw, engine.config.max_position_embeddings, context
     )
     wanted = [wanted_of(options, prompt, defaults) for prompt in prompts]
-    requests = [Request(row, *each) for row, each in zip(ids, wanted, strict=True)]
+    media = [() if album is None else tuple(album.media) for album in albums]
+    requests = [Request(row, *each, media=own) for row, each, own in zip(ids, wanted, media, strict=True)]
     size = options.batch or largest_batch(opened, context + max(request.max_new_tokens for request in requests))
     draft = options.draft(drafter, options.synthetic_acceptance)
     limits = Limits(pages=options.pages)

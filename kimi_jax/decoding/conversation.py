@@ -8,6 +8,8 @@ from kimi_jax.chat import Piece, ToolCall, render
 from kimi_jax.decoding.generate import Limits
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.text_output import Reader
+from kimi_jax.vision.media import Medium
+from kimi_jax.vision.parts import Album
 
 if TYPE_CHECKING:
     from kimi_jax.decoding.engine import Draft, Engine
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 DEFAULT_NEW_TOKENS = 512
 
 Messages = str | Sequence[Mapping[str, Any]]
-"""A user's text, or a conversation as `chat.render` takes it."""
+"""A user's text, or a conversation as `chat.render` takes it, whose parts may be images (`vision.parts.Album`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Text:
 
     engine: "Engine"
     prompt_ids: list[int]
+    media: Sequence[Medium]
+    """The prompt's images."""
     reader: Reader
     limits: Limits
     sampling: Sampling
@@ -47,7 +51,8 @@ class Text:
 
     def __iter__(self) -> Iterator[Piece]:
         """Pieces of thinking and of the answer, as they can be shown. They come once."""
-        for step in self.engine.generate([self.prompt_ids], self.limits, self.sampling, self.seed, self.draft):
+        how = (self.limits, self.sampling, self.seed, self.draft)
+        for step in self.engine.generate([self.prompt_ids], *how, media=[self.media]):
             self.reader.push(step.new_tokens[0], step.finished[0])
             yield from self.reader.pending
             self.reader.pending.clear()
@@ -93,17 +98,25 @@ def of_messages(engine: "Engine", messages: Messages, **options: Unpack[ChatOpti
     """The assistant's next message. Raises MessageError for messages or tools that are malformed."""
     conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     thinking, tools = options.get("thinking", True), options.get("tools", ())
-    ids = render(conversation, engine.tokenizer, tools=tools, thinking=thinking)
-    return _text(engine, ids, options, raw=False, thinking=thinking, tools=tools)
+    album = album_of(engine)
+    look = None if album is None else album.look
+    ids = render(conversation, engine.tokenizer, tools=tools, thinking=thinking, look=look)
+    return _text(engine, ids, [] if album is None else album.media, options, raw=False, thinking=thinking, tools=tools)
+
+
+def album_of(engine: "Engine", **options: bool) -> Album | None:
+    """What takes the images of one prompt, with `files` and `addresses` as `Album` has them; None without a tower."""
+    return None if engine.vision is None else Album(engine.vision.config.processing, **options)
 
 
 def of_text(engine: "Engine", text: str, **options: Unpack[TextOptions]) -> Text:
     """The text's continuation."""
-    return _text(engine, engine.tokenizer.encode(text), options, raw=True, thinking=False)
+    return _text(engine, engine.tokenizer.encode(text), [], options, raw=True, thinking=False)
 
 
-def _text(engine: "Engine", ids: list[int], options: TextOptions, **how: Any) -> Text:
+def _text(engine: "Engine", ids: list[int], media: Sequence[Medium], options: TextOptions, **how: Any) -> Text:
     reader = Reader(engine.tokenizer, engine.stop_ids, stops=options.get("stop", ()), **how)
     limits = Limits(max_new_tokens=options.get("max_new_tokens", DEFAULT_NEW_TOKENS))
     draft = options.get("draft", engine.default_draft)
-    return Text(engine, ids, reader, limits, options.get("sampling", Sampling()), options.get("seed", 0), draft)
+    sampling, seed = options.get("sampling", Sampling()), options.get("seed", 0)
+    return Text(engine, ids, media, reader, limits, sampling, seed, draft)

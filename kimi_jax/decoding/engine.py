@@ -51,6 +51,8 @@ from kimi_jax.parameters import Parameters, Rules
 from kimi_jax.serving.plan import Shape
 from kimi_jax.serving.transport import Receiver, Sender, connect
 from kimi_jax.tokenizer import Tokenizer
+from kimi_jax.vision.encoder import Encoder
+from kimi_jax.vision.media import Medium
 from kimi_jax.vision.tower import VisionModel
 from meshes.presets import Layout
 
@@ -108,6 +110,13 @@ class Engine:
         """Ids that the tokenizer knows, where the head has rows beyond them (padding, which must not be drawn)."""
         known = self.tokenizer.vocab_size
         return known if known < self.config.vocab_size else None
+
+    @functools.cached_property
+    def encoder(self) -> Encoder | None:
+        """What sees images; None without a tower."""
+        if self.vision is None:
+            return None
+        return Encoder(self.vision, self.parameters["vision"], self.mesh, self.rules)
 
     @functools.cached_property
     def _programs(self) -> dict[Draft, Programs]:
@@ -194,12 +203,14 @@ class Engine:
         seed: int | Sequence[int] = 0,
         draft: Draft = PLAIN,
         samples: Sequence[int] | None = None,
+        media: Sequence[Sequence[Medium]] | None = None,
     ) -> Iterator[Progress]:
         """Decodes prompts given as ids together, with one seed or one for each; see `serve`.
 
         Args:
           samples: number of each prompt among those that share its seed; 0 by default, so equal prompts with equal
             seeds get equal texts.
+          media: images of each prompt, where they have any; see `Request.media`.
         """
         prompts = token_rows(prompts)
         each = zip(
@@ -207,9 +218,12 @@ class Engine:
             one_each("seeds", seed, len(prompts)),
             limits.of_each(len(prompts)),
             one_each("samples", 0 if samples is None else samples, len(prompts)),
+            [()] * len(prompts) if media is None else media,
             strict=True,
         )
-        requests = [Request(ids, sampling, seed, most, sample) for ids, seed, most, sample in each]
+        requests = [
+            Request(ids, sampling, seed, most, sample, media=tuple(own)) for ids, seed, most, sample, own in each
+        ]
         return self.serve(requests, limits, draft)
 
     def serve(
@@ -308,7 +322,7 @@ class Engine:
         self, programs: Programs, shape: Shape, automatic: AutomaticBudget | None, link: Sender | Receiver | None = None
     ) -> Queue:
         beat = (lambda: None) if self.watchdog is None else self.watchdog.beat
-        return Queue(Session(programs, self.parameters, shape), automatic, self.rebalancer, beat, link)
+        return Queue(Session(programs, self.parameters, shape, self.encoder), automatic, self.rebalancer, beat, link)
 
     @property
     def default_draft(self) -> Draft:
@@ -333,13 +347,17 @@ class Engine:
         """The continuation of a text as it is, without the chat template. Raises as `chat`."""
         return of_text(self, text, **options).answer()
 
-    def logits(self, ids: Sequence[int]) -> Float[np.ndarray, "rows vocab"]:
+    def logits(self, ids: Sequence[int], media: Sequence[Medium] = ()) -> Float[np.ndarray, "rows vocab"]:
         """Float32 logits behind every token of one sequence, run in chunks behind a cache.
 
+        `media` are its images, in order; the ids have a placeholder for each of their tokens.
+
         Raises:
+          MediumError: images that do not fit the placeholders.
           ValueError: no token, an id outside the vocabulary, or more than the model has positions.
         """
-        return np.concatenate([chunk.values[0, : chunk.counts[0]] for chunk in force(self, logits_of, [ids])])
+        chunks = force(self, logits_of, [ids], media=[media])
+        return np.concatenate([chunk.values[0, : chunk.counts[0]] for chunk in chunks])
 
     def rebalancing(self, every: int) -> "Engine":
         """The same with experts that move every so many rounds to where measured loads are even.

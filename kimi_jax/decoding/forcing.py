@@ -21,6 +21,7 @@ from kimi_jax.parallel import host_arrays
 from kimi_jax.parallel.collectives import all_gather
 from kimi_jax.parallel.sharding import REQUESTS, cache_axis, cache_multiple, cache_spec, over_mesh
 from kimi_jax.parameters import Parameters, bind, specs
+from kimi_jax.vision.media import NO_TOWER, Medium, MediumError
 
 if TYPE_CHECKING:
     from kimi_jax.decoding.engine import Engine
@@ -55,6 +56,7 @@ def force(
     length: int = 1,
     chunk: int = CHUNK,
     tap_layers: tuple[int, ...] = (),
+    media: Sequence[Sequence[Medium]] | None = None,
 ) -> Iterator[Chunk]:
     """Runs one batch of sequences of any lengths, chunk by chunk.
 
@@ -69,8 +71,10 @@ def force(
       requests, length: least batch and length to compile for; both are raised to what the inputs need.
       chunk: rows a step runs for each request.
       tap_layers: layers whose residual stream `read` finds in `Output.taps`.
+      media: images of each sequence, for the placeholders among its ids.
 
     Raises:
+      MediumError: images that do not fit the placeholders, or a checkpoint without a tower.
       ValueError: an empty sequence, an id outside the vocabulary, more tokens than the model has positions, or an
         engine whose experts move (the compiled step reads the model's own placement).
     """
@@ -97,7 +101,11 @@ def force(
             result[row, : len(ids)] = ids
         return result
 
-    tokens, wanted = padded(inputs), padded(targets or [])
+    wanted = padded(targets or [])
+    embeddings = None
+    if media is not None and any(media):
+        inputs, embeddings = _seen(engine, inputs, media, (requests, capacity))
+    tokens = padded(inputs)
     places = tuple(engine.rules.items())
     step = _step(engine.model, engine.mesh, places, read, tap_layers)
     tiles = capacity // page
@@ -110,13 +118,29 @@ def force(
         before = np.minimum(ends, first)
         counts = np.minimum(ends, first + chunk) - before
         columns = slice(first, first + chunk)
-        placed = [
-            host_arrays.place(values, engine.mesh, REQUESTS)
-            for values in (before, counts, tokens[:, columns], wanted[:, columns])
-        ]
+        given = (before, counts, tokens[:, columns], wanted[:, columns])
+        given = (*given, None if embeddings is None else embeddings[:, columns])
+        placed = [None if values is None else host_arrays.place(values, engine.mesh, REQUESTS) for values in given]
         cache, values = step(engine.parameters["target"], cache, *placed)
         kept = jax.tree.map(lambda x: np.asarray(x)[: len(inputs)], values)
         yield Chunk(first, counts[: len(inputs)].tolist(), kept)
+
+
+def _seen(
+    engine: "Engine", inputs: Sequence[Sequence[int]], media: Sequence[Sequence[Medium]], shape: tuple[int, int]
+) -> tuple[list[Sequence[int]], Float[np.ndarray, "requests rows hidden"]]:
+    """The sequences with numbers of content where their images are, and the images' rows there."""
+    if engine.encoder is None:
+        raise MediumError(NO_TOWER)
+    placed = [engine.encoder.place(ids, own, engine.config.vocab_size) for ids, own in zip(inputs, media, strict=True)]
+    embeddings = np.zeros((*shape, engine.config.hidden_size), engine.dtype)
+    flat = [(row, each) for row, (_, own) in enumerate(placed) for each in own]
+    in_group = shape[0] // engine.layout.groups
+    found = engine.encoder([(row // in_group, each.medium) for row, each in flat])
+    for (row, each), rows in zip(flat, found, strict=True):
+        if rows is not None:
+            embeddings[row, each.first : each.first + len(rows)] = rows
+    return [ids for ids, _ in placed], embeddings
 
 
 @functools.cache
@@ -131,21 +155,28 @@ def _start(config: ModelConfig, mesh: Mesh, rules: tuple[Any, ...], pages: int, 
 def _step(
     model: CausalLM, mesh: Mesh, rules: tuple[Any, ...], read: Read, tap_layers: tuple[int, ...]
 ) -> Callable[..., Any]:
-    """`step(parameters, cache, lengths, counts, tokens, targets)`: the cache with the rows, and what `read` keeps."""
+    """`step(parameters, cache, lengths, counts, tokens, targets, embeddings)`: the cache with the rows, and what `read`
+    keeps."""
 
     def step(
-        parameters: Parameters, cache: Cache, lengths: Array, counts: Array, tokens: Array, targets: Array
+        parameters: Parameters,
+        cache: Cache,
+        lengths: Array,
+        counts: Array,
+        tokens: Array,
+        targets: Array,
+        embeddings: Array | None,
     ) -> tuple[Cache, PyTree]:
         bound = bind(model, parameters)
         tiles = cache[0].latent.shape[0] // len(lengths)  # each request has pages of its own, in order
         pages = jnp.arange(len(lengths) * tiles, dtype=jnp.int32).reshape(len(lengths), tiles)
-        output = bound.model(causal_rows(tokens, lengths, counts, pages), cache, tap_layers)
+        output = bound.model(causal_rows(tokens, lengths, counts, pages, embeddings), cache, tap_layers)
         kept = jax.tree.map(lambda x: all_gather(x, BATCH_AXES), read(bound, output, targets))
         places = places_of(cache, pages, lengths, counts, tokens.shape[1])
         return commit(cache, [output.latents], [places]), kept
 
     cache_places = cache_spec(dict(rules))
-    in_specs = (specs(model, dict(rules)), cache_places, *[REQUESTS] * 4)
+    in_specs = (specs(model, dict(rules)), cache_places, *[REQUESTS] * 5)
     out_specs = (cache_places, PartitionSpec())  # every process reads all that is kept
     return over_mesh(step, mesh, in_specs, out_specs, donate=(1,))
 

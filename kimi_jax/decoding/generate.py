@@ -14,6 +14,7 @@ from kimi_jax.decoding.sampling import Sampling, request_keys
 from kimi_jax.decoding.state import STOPS, Snapshot
 from kimi_jax.serving import plan
 from kimi_jax.serving.events import Event
+from kimi_jax.vision.media import Medium
 
 SMALLEST_CHUNK = 16
 
@@ -36,6 +37,8 @@ class Request:
     """Tokens that end the text; by default the checkpoint's."""
     min_tokens: int = 0
     """Tokens of the text before which none of them is drawn."""
+    media: tuple[Medium, ...] = ()
+    """Images of the prompt, in order; its ids have a placeholder for each of their tokens."""
 
 
 @dataclasses.dataclass
@@ -242,7 +245,8 @@ def generate(
     """
     started, count = time.perf_counter(), len(requests)
     for index, (each, settings) in enumerate(zip(requests, settings_of(requests, stop_ids), strict=True)):
-        queue.submit(plan.Request(str(index), tuple(each.ids), each.max_new_tokens, settings))
+        ids, media = queue.session.placed(each.ids, each.media)
+        queue.submit(plan.Request(str(index), tuple(ids), each.max_new_tokens, settings, media=media))
     steps, finished = queue.session.programs.steps, [False] * count
     counts = Counts(np.zeros((count, steps), int), np.zeros((count, steps - 1), int), np.zeros(count, int))
     failed: dict[int, int] = {}

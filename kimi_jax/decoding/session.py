@@ -28,6 +28,8 @@ from kimi_jax.parallel import host_arrays
 from kimi_jax.parallel.sharding import REQUESTS
 from kimi_jax.parameters import Parameters
 from kimi_jax.serving.plan import Admission, Lane, Plan, Settings, Shape, TableRow, update_table
+from kimi_jax.vision.encoder import Encoder
+from kimi_jax.vision.media import NO_TOWER, Medium, MediumError, Placed
 
 ALL_NODES = np.iinfo(np.int32).max
 LEAST_TILES = 16
@@ -78,15 +80,17 @@ class Session:
       programs: without log-probabilities and for greedy requests; those of other kinds are made when they are wanted.
       parameters: of the engine, in which a rebalancer may exchange arrays.
       shape: of the slots.
+      encoder: sees the images of prompts; None for a model of text alone.
     """
 
-    def __init__(self, programs: Programs, parameters: Parameters, shape: Shape):
-        self.programs, self.shape = programs, shape
+    def __init__(self, programs: Programs, parameters: Parameters, shape: Shape, encoder: Encoder | None = None):
+        self.programs, self.shape, self.encoder = programs, shape, encoder
         self.parameters: Parameters = {name: parameters[name] for name in programs.needs}
         capacity = shape.tiles * shape.page_tokens
         self.state: DecodeState = programs.start(slots=shape.slots, pages=shape.groups * shape.pages, capacity=capacity)
         self._table = shape.table()
         self._settings: dict[int, Settings] = {}
+        self._seen: dict[int, list[tuple[int, np.ndarray]]] = {}
         self._placed: tuple[bytes, Dispatch] | None = None
 
     def run(self, plan: Plan, rows: int | None = None) -> Ran:
@@ -141,7 +145,56 @@ class Session:
         for admission in plan.admissions:
             self._settings[admission.slot] = admission.settings
         if plan.admissions:
+            self._see(plan.admissions)
             self.state = self.programs.admit(self.state, jax.tree.map(self._place, self.admissions(plan.admissions)))
+
+    def placed(self, ids: Sequence[int], media: Sequence[Medium]) -> tuple[Sequence[int], tuple[Placed, ...]]:
+        """A prompt as requests have it: numbers of content stand where its images are.
+
+        Raises:
+          MediumError: the checkpoint has no tower, or placeholders and images disagree.
+        """
+        if not media:
+            return ids, ()
+        if self.encoder is None:
+            raise MediumError(NO_TOWER)
+        return self.encoder.place(ids, media, self.programs.model.config.vocab_size)
+
+    def _see(self, admissions: Sequence[Admission]) -> None:
+        """Runs the images of new requests through the tower; their rows wait on the host for the lanes.
+
+        Images whose places kept pages hold are not looked at again.
+        """
+        wanted = [
+            (admission.slot, placed)
+            for admission in admissions
+            for placed in admission.media
+            if placed.first + placed.medium.tokens > admission.cached
+        ]
+        self._seen |= {admission.slot: [] for admission in admissions}
+        if not wanted:
+            return
+        assert self.encoder is not None, "media are refused where there is no tower"
+        rows = self.encoder([(self.shape.group(slot), placed.medium) for slot, placed in wanted])
+        for (slot, placed), found in zip(wanted, rows, strict=True):
+            if found is not None:  # None stands for another process's
+                self._seen[slot].append((placed.first, found))
+
+    def _embeddings(self, lanes: Sequence[tuple[int, Lane]]) -> np.ndarray | None:
+        """What stands for the tokens of lanes that are places of images; None where no lane has any."""
+        given: np.ndarray | None = None
+        for place, lane in lanes:
+            for first, rows in self._seen.get(lane.slot, ()):
+                start, end = max(first, lane.start), min(first + len(rows), lane.start + len(lane.tokens))
+                if start >= end:
+                    continue
+                if given is None:
+                    hidden = self.programs.model.config.hidden_size
+                    given = np.zeros((self.shape.groups * self.shape.lanes, self.shape.chunk, hidden), rows.dtype)
+                given[place, start - lane.start : end - lane.start] = rows[start - first : end - first]
+            if lane.last:
+                self._seen.pop(lane.slot, None)
+        return given
 
     def _place(self, values: np.ndarray) -> Array:
         return host_arrays.place(values, self.programs.mesh, REQUESTS)
@@ -186,13 +239,15 @@ class Session:
         counts, last = np.zeros(count, np.int32), np.zeros(count, bool)
         slots = np.full(count, shape.slots_per_group, np.int32)
         behind = np.zeros_like(tokens)
-        for place, lane in self._in_groups(lanes, shape.lanes):
+        placed = self._in_groups(lanes, shape.lanes)
+        for place, lane in placed:
             tokens[place, : len(lane.tokens)] = lane.tokens
             followed = (*lane.tokens[1:], *(() if lane.following is None else (lane.following,)))
             behind[place, : len(followed)] = followed
             counts[place], last[place] = len(lane.tokens), lane.last
             slots[place] = lane.slot % shape.slots_per_group if lane.tokens else shape.slots_per_group
-        return Lanes(tokens, counts, slots, last, behind if scores else None)  # pyright: ignore[reportArgumentType]
+        following, seen = behind if scores else None, self._embeddings(placed)
+        return Lanes(tokens, counts, slots, last, following, seen)  # pyright: ignore[reportArgumentType]
 
     def admissions(self, admissions: Sequence[Admission]) -> Admissions:
         """Requests that come into slots as NumPy arrays, over all groups."""

@@ -182,6 +182,8 @@ class Lanes:
     """Whether the prompt ends here."""
     following: Int[Array, "lanes rows"] | None = None
     """The token behind each row, for programs that tell its log-probability; 0 where none is known."""
+    embeddings: Float[Array, "lanes rows hidden"] | None = None
+    """Rows of images, zeros elsewhere; None where there are none."""
 
     def of(self, values: Array) -> Array:
         """The lanes' entries of an array over slots."""
@@ -197,7 +199,7 @@ class Lanes:
         The table is wider: what the chunk itself fills has pages too.
         """
         lengths = jnp.where(self.counts > 0, self.of(state.lengths), 0)
-        return causal_rows(self.tokens, lengths, self.counts, self.of(state.pages)[:, :tiles])
+        return causal_rows(self.tokens, lengths, self.counts, self.of(state.pages)[:, :tiles], self.embeddings)
 
     def places(self, state: DecodeState, rows: Rows, before: int = 0) -> Places:
         """Where the rows are cached; see `places_of`."""

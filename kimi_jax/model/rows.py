@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 
 @jax.tree_util.register_dataclass
@@ -21,6 +21,8 @@ class Rows:
     """Cached positions of each request, all seen by all of its real rows."""
     pages: Int[Array, "requests tiles"]
     """Pages that hold them, in order; entries behind the last one that a length needs are arbitrary."""
+    embeddings: Float[Array, "requests rows hidden"] | None = None
+    """Added to the tokens' own: rows of images, whose tokens are beyond the vocabulary and have none; else zeros."""
 
     @property
     def valid(self) -> Bool[Array, "requests rows"]:
@@ -33,6 +35,7 @@ def causal_rows(
     lengths: Int[Array, " requests"],
     counts: Int[Array, " requests"],
     pages: Int[Array, "requests tiles"] | None = None,
+    embeddings: Float[Array, "requests rows hidden"] | None = None,
 ) -> Rows:
     """A chunk of text: row i sees rows 0..i; the first `counts` rows of each request are real.
 
@@ -42,7 +45,7 @@ def causal_rows(
     real = index < counts[:, None]
     ancestors = (index[:, None] >= index) & real[:, :, None]
     pages = _no_pages(tokens) if pages is None else pages
-    return Rows(tokens, lengths[:, None] + index, ancestors, lengths, pages)
+    return Rows(tokens, lengths[:, None] + index, ancestors, lengths, pages, embeddings)
 
 
 def uncached_rows(

@@ -105,6 +105,10 @@ class Transformer(nnx.Module):
         residual stream is kept, in ascending order of use.
         """
         x = self.embed_tokens(join([rows.tokens for rows in groups]))
+        if any(rows.embeddings is not None for rows in groups):
+            nothing = [jnp.zeros((*rows.tokens.shape, x.shape[-1]), x.dtype) for rows in groups]
+            given = [rows.embeddings for rows in groups]
+            x = x + join([zeros if own is None else own for zeros, own in zip(nothing, given, strict=True)])
         cache = empty_cache(self.config, 0, x.dtype) if cache is None else cache
         latents, taps = [], {}
         for index, (layer, cached) in enumerate(zip(self.layers, cache, strict=True)):

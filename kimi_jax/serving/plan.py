@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from kimi_jax.vision.media import Medium, Placed
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
@@ -123,6 +125,8 @@ class Request:
     log-probabilities of the prompt are wanted."""
     following: int | None = None
     """Token behind the prompt whose log-probability is wanted besides, without a row of its own."""
+    media: tuple[Placed, ...] = ()
+    """Images of the prompt, whose ids there are numbers of their content; see `Medium.ids`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", tuple(operator.index(token) for token in self.ids))
@@ -147,6 +151,8 @@ class Admission:
     settings: Settings
     cached: int = 0
     """Tokens of the prompt that the slot's pages hold already."""
+    media: tuple[Placed, ...] = ()
+    """Images of the prompt."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,19 +199,28 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan in one line."""
-        return json.dumps(self, default=vars, separators=(",", ":"))
+        return json.dumps(self, default=_fields, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Plan":
         """The plan that `to_json` wrote."""
         fields = json.loads(text, object_hook=_with_tuples)
-        admissions = [fields | {"settings": Settings(**fields["settings"])} for fields in fields["admissions"]]
+        admissions = [
+            fields
+            | {"settings": Settings(**fields["settings"])}
+            | {"media": tuple(Placed(each["first"], Medium.from_json(each["medium"])) for each in fields["media"])}
+            for fields in fields["admissions"]
+        ]
         made = {
             "table": tuple(TableRow(**row) for row in fields["table"]),
             "admissions": tuple(Admission(**admission) for admission in admissions),
             "lanes": tuple(Lane(**lane) for lane in fields["lanes"]),
         }
         return cls(**fields | made)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return value.to_json() if isinstance(value, Medium) else vars(value)
 
 
 def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:

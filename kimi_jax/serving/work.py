@@ -95,7 +95,9 @@ class Work:
         self.slot, self.group, self.prefilled = slot, group, 0
         emitted = len(self.tokens)
         request = self.request
-        return Admission(slot, request.id, len(self.ids), request.limit - emitted, emitted, request.settings)
+        return Admission(
+            slot, request.id, len(self.ids), request.limit - emitted, emitted, request.settings, media=request.media
+        )
 
     def recompute(self) -> None:
         """Goes back to the queue with what it has: the next slot starts with a longer prompt and a shorter limit."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kimi_jax.config_fields import MAX_WIDTH, ConfigError, Fields, as_object, read_config
+from kimi_jax.vision.images import Processing
 
 SIZES = {
     "vt_hidden_size": "hidden_size",
@@ -47,6 +48,8 @@ class VisionConfig:
     projector_ln_eps: float
     placeholder_id: int
     """Token that stands in a prompt where rows of an image go."""
+    processing: Processing = dataclasses.field(default_factory=Processing)
+    """Of pictures, before the tower."""
 
     @property
     def head_dim(self) -> int:
@@ -60,7 +63,16 @@ class VisionConfig:
         Raises:
           ConfigError: naming the file and the field that is missing or unsupported.
         """
-        return read_config(path, "a checkpoint directory", cls.from_dict)
+        config = read_config(path, "a checkpoint directory", cls.from_dict)
+        folder = Path(path).parent if Path(path).suffix == ".json" else path
+        if config is None or (processing := Processing.from_json(folder)) == config.processing:
+            return config
+        if processing.patch_size != config.patch_size:
+            raise ConfigError(
+                f"{folder}: patch_size is {processing.patch_size} in preprocessor_config.json and {config.patch_size} "
+                "in config.json"
+            )
+        return dataclasses.replace(config, processing=processing)
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "VisionConfig | None":
@@ -91,6 +103,7 @@ class VisionConfig:
         vocabulary = text.integer("vocab_size", 1, 2**24)
         return cls(
             **sizes,
+            processing=Processing(patch_size=sizes["patch_size"]),
             projector_ln_eps=fields.number("projector_ln_eps", 1e-30, 1.0, 1e-5),
             placeholder_id=top.integer("media_placeholder_token_id", 0, vocabulary - 1),
         )

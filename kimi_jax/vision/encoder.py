@@ -12,7 +12,7 @@ from kimi_jax.parallel import host_arrays
 from kimi_jax.parallel.collectives import all_gather
 from kimi_jax.parallel.sharding import REQUESTS, over_mesh
 from kimi_jax.parameters import Parameters, Rules, bind, specs
-from kimi_jax.vision.media import Medium, bucket
+from kimi_jax.vision.media import Medium, Placed, bucket, with_content
 from kimi_jax.vision.tower import VisionModel
 from meshes.presets import AXES
 
@@ -30,8 +30,15 @@ class Encoder:
     """
 
     module: VisionModel
+    parameters: Parameters
     mesh: Mesh
     rules: Rules
+
+    def place(
+        self, ids: Sequence[int], media: Sequence[Medium], vocab_size: int
+    ) -> tuple[list[int], tuple[Placed, ...]]:
+        """A prompt's ids, with numbers of content where its media are; see `media.with_content`."""
+        return with_content(ids, media, self.module.config.placeholder_id, vocab_size)
 
     @functools.cached_property
     def program(self) -> Encode:
@@ -47,9 +54,7 @@ class Encoder:
         in_specs = (specs(self.module, self.rules), DEVICES, DEVICES)
         return over_mesh(encode, self.mesh, in_specs, REQUESTS)
 
-    def __call__(
-        self, parameters: Parameters, media: Sequence[tuple[int, Medium]]
-    ) -> list[Float[np.ndarray, "tokens text_hidden"] | None]:
+    def __call__(self, media: Sequence[tuple[int, Medium]]) -> list[Float[np.ndarray, "tokens text_hidden"] | None]:
         """Rows of media, each with the group of ranks (dp, ep) whose request it belongs to.
 
         None stands for rows that no device of this process has. All processes call it alike.
@@ -67,12 +72,12 @@ class Encoder:
                     if device is not None:
                         placed[device] = index
                 waiting = [index for index in waiting if index not in placed.values()]
-                rows = self._run(parameters, size, {device: media[index][1] for device, index in placed.items()})
+                rows = self._run(size, {device: media[index][1] for device, index in placed.items()})
                 for device, index in placed.items():
                     found[index] = rows.get(device)
         return found
 
-    def _run(self, parameters: Parameters, size: int, placed: dict[int, Medium]) -> dict[int, np.ndarray]:
+    def _run(self, size: int, placed: dict[int, Medium]) -> dict[int, np.ndarray]:
         """One call: the media on some devices, and the rows that this process has of them."""
         pixels = next(iter(placed.values())).patches.shape[1]
         patches = np.zeros((self.mesh.size, size, pixels), np.uint8)
@@ -81,7 +86,7 @@ class Encoder:
             patches[device, : len(medium.patches)] = medium.patches
             grids[device] = medium.grid
         given = [host_arrays.place(values, self.mesh, DEVICES) for values in (patches, grids)]
-        out = self.program(parameters, *given)
+        out = self.program(self.parameters, *given)
         rows: dict[int, np.ndarray] = {}
         for shard in out.addressable_shards:
             first, end, _ = shard.index[0].indices(out.shape[0])

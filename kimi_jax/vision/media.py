@@ -1,9 +1,12 @@
 """A picture or a chunk of a video as the tower takes it, and the places it has in a prompt. Nothing here needs jax."""
 
+import base64
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
@@ -13,6 +16,7 @@ TOKENS_PER = 4
 MOST_PATCHES = 18_432
 """Patches of a medium at most: limits hold before padding, so a grid may exceed K2.6's 16,384 somewhat."""
 LARGEST_ID = 2**31 - 1
+NO_TOWER = "the checkpoint has no vision tower and sees no images: open one that has, or describe them in text"
 
 
 class MediumError(ValueError):
@@ -45,6 +49,12 @@ class Medium:
         """Of its content: equal media have equal ones."""
         return hashlib.sha256(repr(self.grid).encode() + self.patches.tobytes()).digest()
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Medium) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
     def __repr__(self) -> str:
         return f"Medium({self.grid}, {self.digest.hex()[:16]})"
 
@@ -55,6 +65,36 @@ class Medium:
         """
         numbers = np.frombuffer(hashlib.shake_256(self.digest).digest(4 * self.tokens), np.uint32)
         return (vocab_size + numbers.astype(np.int64) % (LARGEST_ID - vocab_size)).tolist()
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON carries it, a third larger than its bytes."""
+        return {"grid": self.grid, "patches": base64.b85encode(self.patches).decode()}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Medium":
+        """What `to_json` gave."""
+        grid, patches = fields["grid"], np.frombuffer(base64.b85decode(fields["patches"]), np.uint8)
+        return cls(patches.reshape(math.prod(grid), -1), (grid[0], grid[1], grid[2]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A medium in a prompt."""
+
+    first: int
+    """Position of its first place."""
+    medium: Medium
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """What stands in a prompt for a medium."""
+
+    before: str
+    """Text before it: a chunk's time, and nothing before an image."""
+    kind: str
+    """`image` or `video`."""
+    tokens: int
 
 
 def spans(ids: Sequence[int], media: Sequence[Medium], placeholder: int) -> list[range]:
@@ -80,12 +120,17 @@ def spans(ids: Sequence[int], media: Sequence[Medium], placeholder: int) -> list
     return found
 
 
-def with_content(ids: Sequence[int], media: Sequence[Medium], placeholder: int, vocab_size: int) -> list[int]:
-    """A prompt with numbers of the media's content instead of placeholders; see `Medium.ids`. Raises as `spans`."""
-    result = list(ids)
-    for medium, span in zip(media, spans(ids, media, placeholder), strict=True):
+def with_content(
+    ids: Sequence[int], media: Sequence[Medium], placeholder: int, vocab_size: int
+) -> tuple[list[int], tuple[Placed, ...]]:
+    """A prompt with numbers of the media's content instead of placeholders (see `Medium.ids`), and where they are.
+
+    Raises as `spans`.
+    """
+    result, found = list(ids), spans(ids, media, placeholder)
+    for medium, span in zip(media, found, strict=True):
         result[span.start : span.stop] = medium.ids(vocab_size)
-    return result
+    return result, tuple(Placed(span.start, medium) for medium, span in zip(media, found, strict=True))
 
 
 def buckets() -> Iterator[int]:

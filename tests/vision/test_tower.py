@@ -11,7 +11,6 @@ import pytest
 
 from kimi_jax.parameters import bind
 from kimi_jax.vision import positions, tower
-from kimi_jax.vision.encoder import Encoder
 
 pytestmark = pytest.mark.core
 
@@ -24,8 +23,7 @@ def relative(found, expected):
 
 def encode(engine, media):
     groups = engine.layout.groups
-    encoder = Encoder(engine.vision, engine.mesh, engine.rules)
-    return encoder(engine.parameters["vision"], [(index % groups, medium) for index, medium in enumerate(media)])
+    return engine.encoder([(index % groups, medium) for index, medium in enumerate(media)])
 
 
 @pytest.mark.parametrize("mesh", ["local", "hgx-ib-16", "nvl72"])
@@ -77,8 +75,7 @@ def test_a_mistake_is_seen(mistake, engines, seen, monkeypatch):
 def test_media_share_a_group_s_ranks(engines, seen):
     """More media of one group than it has ranks take several calls, and every one finds its rows."""
     engine = engines("hgx-ib-16")
-    encoder = Encoder(engine.vision, engine.mesh, engine.rules)
     media = [seen.media[index % 3] for index in range(engine.mesh.shape["tp"] + 2)]
-    rows = encoder(engine.parameters["vision"], [(1, medium) for medium in media])
+    rows = engine.encoder([(1, medium) for medium in media])
     for index, found in enumerate(rows):
         assert relative(found, seen.rows[index % 3]) < TOLERANCE
