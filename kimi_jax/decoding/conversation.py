@@ -104,9 +104,11 @@ def of_messages(engine: "Engine", messages: Messages, **options: Unpack[ChatOpti
     return _text(engine, ids, [] if album is None else album.media, options, raw=False, thinking=thinking, tools=tools)
 
 
-def album_of(engine: "Engine", **options: bool) -> Album | None:
+def album_of(engine: "Engine", *, files: bool = True, addresses: bool = False) -> Album | None:
     """What takes the images of one prompt, with `files` and `addresses` as `Album` has them; None without a tower."""
-    return None if engine.vision is None else Album(engine.vision.config.processing, **options)
+    if engine.vision is None:
+        return None
+    return Album(engine.vision.config.processing, files=files, addresses=addresses)
 
 
 def of_text(engine: "Engine", text: str, **options: Unpack[TextOptions]) -> Text:
