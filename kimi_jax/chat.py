@@ -138,6 +138,19 @@ class Piece:
     text: str
 
 
+@dataclass(frozen=True)
+class CallPiece:
+    """A stretch of a tool call as the model writes it: first its id and name, then its arguments in pieces."""
+
+    index: int
+    """Number of the call in its response, from 0."""
+    arguments: str = ""
+    id: str = ""
+    """In the first piece only."""
+    name: str = ""
+    """As `ToolCall.name`; in the first piece only."""
+
+
 class ResponseStream:
     """Splits one request's generated ids, as they arrive, into thinking, answer and tool calls.
 
@@ -163,6 +176,10 @@ class ResponseStream:
         self._texts = {"thinking": "", "answer": ""}
         self._call: dict[str, list[int]] = {"call id": [], "call arguments": []}
         self._calls: list[ToolCall] = []
+        self._arguments = tokenizer.decoder()
+        self.call_pieces: list[CallPiece] = []
+        """Calls as they are written, for who shows them before they are whole, who empties the list; a call without
+        arguments is not among them."""
 
     def push(self, ids: Iterable[int]) -> list[Piece]:
         """Text completed by `ids`."""
@@ -177,6 +194,8 @@ class ResponseStream:
                 self._show(self._decoder.push([token]), pieces)
             else:
                 self._call[self._within].append(token)
+                if self._within == "call arguments":
+                    self._show_call(self._arguments.push([token]))
         return pieces
 
     def finish(self) -> tuple[list[Piece], Response]:
@@ -193,6 +212,8 @@ class ResponseStream:
             self._ended = True
         elif name == _CALL_ARGUMENTS and self._within == "call id":
             self._within = "call arguments"
+            call_id = self._tokenizer.decode(self._call["call id"]).strip()
+            self.call_pieces.append(CallPiece(len(self._calls), "", call_id, name_of(call_id, self._declared)[0]))
         elif name == _CALL_END:
             self._close_call(None if self._within == "call arguments" else "the call has no arguments")
         elif name in (_CALL_BEGIN, _SECTION_BEGIN, _SECTION_END):
@@ -208,9 +229,14 @@ class ResponseStream:
             self._texts[self._part] += text
             pieces.append(Piece(self._part, text))
 
+    def _show_call(self, arguments: str):
+        if arguments:
+            self.call_pieces.append(CallPiece(len(self._calls), arguments))
+
     def _close_call(self, error: str | None):
         if self._within == "text":
             return
+        self._show_call(self._arguments.flush())
         call_id, arguments = (self._tokenizer.decode(ids) for ids in self._call.values())
         call_id = call_id.strip()
         self._call = {"call id": [], "call arguments": []}

@@ -1,5 +1,6 @@
 """Generated ids as they arrive, to text that is shown: exact into pipes and files, harmless on a terminal."""
 
+import bisect
 import dataclasses
 import json
 import re
@@ -9,7 +10,7 @@ from typing import Any
 from rich.segment import Segment, Segments
 from rich.style import Style
 
-from kimi_jax.chat import Piece, Response, ResponseStream
+from kimi_jax.chat import CallPiece, Piece, Response, ResponseStream
 from kimi_jax.prompts import Prompt
 from kimi_jax.standard_output import OutputConsole, harmless
 from kimi_jax.tokenizer import Tokenizer
@@ -30,22 +31,36 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str] = ()):
-        self.ended = False
-        """Whether one was found; the text then ends before it."""
+        self.found: str | None = None
+        """The one that was found; the text then ends before it."""
+        self.passed = 0
+        """Characters of the text that can be shown so far."""
         self._stops = tuple(stops)
         self._held = ""
 
+    @property
+    def ended(self) -> bool:
+        """Whether one was found."""
+        return self.found is not None
+
+    @property
+    def end(self) -> int:
+        """Characters of the text up to the end of the string that was found, or of all that can be shown."""
+        return self.passed + len(self.found or "")
+
     def push(self, text: str) -> str:
         """What can be shown now. After the end, nothing."""
-        if self.ended or not self._stops:
-            return "" if self.ended else text
+        if self.ended:
+            return ""
+        if not self._stops:
+            return self._pass(text)
         self._held += text
         found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
         open_at = next((at for at in range(len(self._held)) if self._may_begin(at)), len(self._held))
         if found and min(found) <= open_at:
             return self._end(min(found))
         shown, self._held = self._held[:open_at], self._held[open_at:]
-        return shown
+        return self._pass(shown)
 
     def flush(self) -> str:
         """The end of the text: what was held back, up to a stop string in it."""
@@ -53,14 +68,19 @@ class StopStrings:
         if found:
             return self._end(min(found))
         shown, self._held = self._held, ""
-        return shown
+        return self._pass(shown)
 
     def _may_begin(self, at: int) -> bool:
         rest = self._held[at:]
         return any(len(rest) < len(stop) and stop.startswith(rest) for stop in self._stops)
 
     def _end(self, at: int) -> str:
-        shown, self._held, self.ended = self._held[:at], "", True
+        self.found = min((stop for stop in self._stops if self._held.startswith(stop, at)), key=len)
+        shown, self._held = self._held[:at], ""
+        return self._pass(shown)
+
+    def _pass(self, shown: str) -> str:
+        self.passed += len(shown)
         return shown
 
 
@@ -76,6 +96,8 @@ class Reader:
         thinking: bool,
         tools: Sequence[Mapping[str, Any]] = (),
         stops: Sequence[str] = (),
+        silent_ids: Sequence[int] = (),
+        skip_special: bool = False,
     ):
         """Starts a text.
 
@@ -86,6 +108,8 @@ class Reader:
           thinking: the prompt left the thinking open.
           tools: those declared to the model.
           stops: strings that end the answer; the first one and what follows are no part of it. Thinking may hold them.
+          silent_ids: ids that are no text and end none, such as stop tokens of a text that is to go on behind them.
+          skip_special: raw text is shown without control tokens.
         """
         self.ids: list[int] = []
         """Ids of the text; the last is a stop token, or the one that completed a stop string, where there is one."""
@@ -94,10 +118,15 @@ class Reader:
         self.response = Response("", "")
         """Once the text has ended."""
         self._stop_ids = frozenset(stop_ids)
+        self._no_text = self._stop_ids | frozenset(silent_ids)
         self._stream = None if raw else ResponseStream(tokenizer, thinking, tools)
-        self._decoder = tokenizer.decoder()
+        self._decoder = tokenizer.decoder(skip_special=skip_special)
         self._one_by_one = bool(stops)
         self._stops = StopStrings(stops)
+        self._searched = 0
+        """Characters of the answer that were searched for stop strings."""
+        self._ends: list[int] = []
+        """That number after each token, where there are stop strings."""
         self._answer = ""
 
     def push(self, ids: Sequence[int], finished: bool) -> list[int]:
@@ -107,7 +136,10 @@ class Reader:
             if self.finished:
                 break
             self.ids += part
-            self._take(self._stream.push(part) if self._stream else self._raw(self._decoder.push(self._text_of(part))))
+            text = [token for token in part if token not in self._no_text]
+            self._take(self._stream.push(text) if self._stream else self._raw(self._decoder.push(text)))
+            if self._one_by_one:
+                self._ends.append(self._searched)
             if self._stops.ended:
                 self._finish()
         if finished and not self.finished:
@@ -119,8 +151,24 @@ class Reader:
         """`stop` where the model ended its text or wrote a stop string, `length` where the limit did."""
         return "stop" if self._stops.ended or (self.ids and self.ids[-1] in self._stop_ids) else "length"
 
-    def _text_of(self, ids: Iterable[int]) -> Iterable[int]:
-        return (token for token in ids if token not in self._stop_ids)
+    @property
+    def stop(self) -> str | int | None:
+        """The string or the token that ended the text; None while it goes on and where the limit did."""
+        if self._stops.found is not None:
+            return self._stops.found
+        return self.ids[-1] if self.finished and self.ids and self.ids[-1] in self._stop_ids else None
+
+    @property
+    def settled(self) -> int:
+        """How many of `ids` are sure to belong to the text: no stop string that they may be part of is open."""
+        if self.finished or not self._one_by_one:
+            return len(self.ids)
+        return bisect.bisect_right(self._ends, self._stops.passed)
+
+    @property
+    def call_pieces(self) -> list[CallPiece]:
+        """Tool calls as they are written; see `ResponseStream.call_pieces`."""
+        return self._stream.call_pieces if self._stream else []
 
     def _raw(self, text: str) -> list[Piece]:
         return [Piece("answer", text)]
@@ -130,11 +178,14 @@ class Reader:
         rest, response = self._stream.finish() if self._stream else (self._raw(self._decoder.flush()), self.response)
         self._take(rest)
         self._show(Piece("answer", self._stops.flush()))
+        if self._stops.ended:
+            del self.ids[bisect.bisect_left(self._ends, self._stops.end) + 1 :]
         self.response = dataclasses.replace(response, answer=self._answer)
 
     def _take(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
             if piece.part == "answer":
+                self._searched += len(piece.text)
                 piece = Piece("answer", self._stops.push(piece.text))
             self._show(piece)
 

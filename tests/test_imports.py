@@ -35,7 +35,7 @@ LAYERS = (
     {"decoding"},
     {"compilation_cache"},
     {
-        *("estimator", "profiling", "evaluation", "training", "doctor", "opening", "gpu_check", "serving"),
+        *("estimator", "profiling", "evaluation", "training", "doctor", "opening", "gpu_check", "serving", "server"),
         *("commands.defaults", "commands.options", "commands.errors", "commands.progress", "provenance"),
     },
     {"commands"},

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "decode": "Decode prompts and stream their text.",
+    "serve": "Serve a checkpoint to clients of the OpenAI API.",
     "estimate": "Say which layout, how many GPUs and what tree a load wants.",
     "profile": "Say what a step holds, reads, computes and sends, compiled for absent GPUs or measured here.",
     "evaluate": "Score a checkpoint, or hold two checkpoints or layouts against each other.",
