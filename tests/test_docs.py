@@ -24,7 +24,7 @@ HOW = {
     "slow": r"^doctor|^decode --(instant|mesh nvl)|^profile --batch 1|^evaluate (compare|perplexity)|^estimate docs",
     "exhaustive": r"^profile --mesh|^estimate check|^evaluate tasks|^benchmark (?!page)|^train|ep 72",
     "fast": r"--explain$|^doctor .*--exports|^benchmark page|^estimate (point|sweep|recommend|smallest|explain)",
-    "parsed": r"--help$|/shared/|\bDIR|\bSHARDED\b|moonshotai/|--process-id|^profile diff",
+    "parsed": r"--help$|^serve|/shared/|\bDIR|\bSHARDED\b|moonshotai/|--process-id|^profile diff",
 }
 """What is done with a command, by what it looks like; the last that fits holds. Those of `parsed` are helps, which
 the parser prints, or name files, hubs or processes that a test has not got."""

@@ -113,17 +113,13 @@ def main(options: Options) -> None:
     status = Console(stderr=True, soft_wrap=True)
     check(options)
     key = key_of(options)
-    from kimi_jax.server.run import listen, serve
-
-    listener = listen(options.host, options.port)
     drafter = options.used_drafter(status)
     opened = open_engine(options, status, drafter)
-    if processes.this().count > 1:
-        raise ValueError("serve runs in one process so far; start it with --processes 1 on one node")
 
     from kimi_jax.decoding.generate import Limits
     from kimi_jax.server.app import HttpLimits
-    from kimi_jax.server.start import Serving, app_on
+    from kimi_jax.server.run import listen, serve
+    from kimi_jax.server.start import Serving, app_on, open_queue
 
     capacity = options.context or opened.engine.config.max_position_embeddings
     serving = Serving(
@@ -141,9 +137,14 @@ def main(options: Options) -> None:
         options.log_prompts,
     )
 
+    if not processes.this().prints:
+        open_queue(opened.engine, serving).follow()
+        return
+
     def log(line: str) -> None:
         status.print(line, style="dim", highlight=False, markup=False)
 
+    listener = listen(options.host, options.port)
     app = app_on(opened.engine, opened.folder, serving, (lambda line: None) if options.quiet else log)
     host, port = listener.getsockname()[:2]
     log(f"{serving.model} at http://{host}:{port}: {serving.slots} slots of {capacity:,} tokens; compiling")

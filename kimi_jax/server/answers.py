@@ -18,8 +18,6 @@ class Echo:
 
     ids: Sequence[int]
     text: str
-    told: Sequence[Told | None] = ()
-    """One for each id, None for the first; nothing where log-probabilities were not asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,19 +161,21 @@ class CompletionForm(Form):
 
     def piece(self, choice: Choice, delta: Delta, echo: Echo | None = None) -> dict[str, Any]:
         text = ("" if echo is None else echo.text) + delta.content
-        return self._choice(choice, delta, self._logprobs(choice.index, delta, echo), {"text": text})
+        return self._choice(choice, delta, self._logprobs(choice, delta, echo), {"text": text})
 
     answer = piece
 
-    def _logprobs(self, index: int, delta: Delta, echo: Echo | None) -> Any:
+    def _logprobs(self, choice: Choice, delta: Delta, echo: Echo | None) -> Any:
         if self.logprobs is None:
             return None
-        ids, told, offsets = [*delta.ids], [*delta.told], self._offsets.setdefault(index, _Offsets())
+        offsets = self._offsets.setdefault(choice.index, _Offsets())
+        ids: list[int] = [*delta.ids]
+        told: list[Told | None] = [*delta.told]
         starts: list[int] = []
         if echo is not None:
             starts = offsets.of(echo.ids, self.tokenizer.decoder())
             offsets.characters = len(echo.text)
-            ids, told = [*echo.ids, *ids], [*echo.told, *told]
+            ids, told = [*echo.ids, *ids], [*choice.prompt_told, *told]
         if offsets.decoder is None:
             offsets.decoder = self.tokenizer.decoder(skip_special=self.skip_special)
         starts += offsets.of(delta.ids, offsets.decoder)

@@ -197,8 +197,8 @@ class _Answer(Response):
             news = await self.mailbox.get(alive)
             touched = dict.fromkeys(index for index, _ in news)
             for index, each in news:
-                if each.event.extra is not None and each.event.reason == "error":
-                    raise ApiError(400, str(each.event.extra))
+                if each.refusal is not None:
+                    raise ApiError(400, each.refusal)
                 choices[index].take(each)
             for index in touched:
                 if choices[index].failed >= 0:

@@ -50,6 +50,8 @@ class Choice:
         self.failed = -1
         """Position whose logits were not finite, or -1."""
         self._own_stop_ids, self._calls = frozenset(own_stop_ids), calls
+        self.prompt_told: list[Told | None] = [None]
+        """Of the prompt's tokens, where they were asked for; nothing is told of the first."""
         self._told: list[Told] = []
         self._sent = 0
         self._numbers: dict[int, int] = {}
@@ -69,6 +71,7 @@ class Choice:
         """Takes what a dispatch has brought."""
         event = news.event
         self._told += news.told or ()
+        self.prompt_told += news.prompt
         if event.reason == "error":
             self.failed = event.failed
         self.reader.push(event.tokens, event.reason is not None)

@@ -4,8 +4,9 @@ import asyncio
 import collections
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+from kimi_jax.decoding.session import Piece
 from kimi_jax.decoding.state import Snapshot
 from kimi_jax.server.errors import ApiError
 from kimi_jax.server.mailbox import Mailbox, News, Told
@@ -17,6 +18,8 @@ RETRY_SECONDS = 1
 """When a client that finds the queue full may ask again."""
 STOP_SECONDS = 5
 """What the thread may take to end: a dispatch, and what is in flight."""
+REST_SECONDS = 5
+"""Between signs of life while there is nothing to do."""
 
 
 class RequestQueue(Protocol):
@@ -42,6 +45,10 @@ class RequestQueue(Protocol):
 
     def step(self) -> Sequence[tuple[Event, Snapshot | None]]:
         """Runs a dispatch; news, with what was read of the devices."""
+        ...
+
+    def rest(self) -> None:
+        """Called from time to time while there is nothing to do."""
         ...
 
     def close(self) -> None:
@@ -178,7 +185,8 @@ class EngineLoop:
         while True:
             with self._wake:
                 while queue.idle and not self._inbox and not self._stopping:
-                    self._wake.wait()
+                    if not self._wake.wait(REST_SECONDS):
+                        queue.rest()
                 if self._stopping:
                     return
                 entries = [*self._inbox]
@@ -200,23 +208,25 @@ class EngineLoop:
         try:
             queue.submit(request)
         except ValueError as error:  # what could never fit was refused before; this is another's mistake, not the end
-            return [News(Event(request.id, reason="error", extra=str(error)))]
+            return [News(Event(request.id, reason="error"), refusal=str(error))]
         return []
 
     def _news(self, event: Event, snapshot: Snapshot | None) -> News:
         self._listener.came(event, snapshot)
         mailbox = self._mailboxes.get(event.id)
         request = None if mailbox is None else mailbox.requests.get(event.id)
-        if request is None or request.settings.logprobs is None or snapshot is None or snapshot.logprobs is None:
+        if request is None:
             return News(event)
-        count, top = len(event.tokens), request.settings.logprobs
-        logprobs = snapshot.logprobs[event.slot, :count].tolist()
-        if not top or snapshot.top_ids is None or snapshot.top_logprobs is None:
-            return News(event, [Told(logprob) for logprob in logprobs])
-        ids = snapshot.top_ids[event.slot, :count, :top].tolist()
-        beside = snapshot.top_logprobs[event.slot, :count, :top].tolist()
-        told = [Told(logprob, [*zip(*pair, strict=True)]) for logprob, *pair in zip(logprobs, ids, beside, strict=True)]
-        return News(event, told)
+        settings, told, prompt = request.settings, None, []
+        if settings.prompt_logprobs is not None and isinstance(event.extra, Piece):
+            scored = event.extra.scored
+            prompt = _told(scored.logprobs, scored.top.ids, scored.top.logprobs, settings.prompt_logprobs)
+        if settings.logprobs is not None and snapshot is not None and snapshot.logprobs is not None:
+            assert snapshot.top_ids is not None
+            assert snapshot.top_logprobs is not None
+            arrays = (snapshot.logprobs, snapshot.top_ids, snapshot.top_logprobs)
+            told = _told(*(array[event.slot, : len(event.tokens)] for array in arrays), settings.logprobs)
+        return News(event, told, prompt)
 
     def _on_the_event_loop(self, function: Callable[..., None], *arguments: object) -> None:
         assert self._events is not None
@@ -241,6 +251,12 @@ class EngineLoop:
             mailbox = self._mailboxes.get(id) if each.event.reason is None else self._mailboxes.pop(id, None)
             if mailbox is not None:
                 mailbox.put(each)
+
+
+def _told(logprobs: Any, ids: Any, beside: Any, top: int) -> list[Told]:
+    """Rows of NumPy arrays [tokens], [tokens, TOP] and [tokens, TOP], with so many of the most likely tokens."""
+    rows = zip(logprobs.tolist(), ids[:, :top].tolist(), beside[:, :top].tolist(), strict=True)
+    return [Told(logprob, [*zip(*pair, strict=True)]) for logprob, *pair in rows]
 
 
 _RETRY = {"Retry-After": str(RETRY_SECONDS)}

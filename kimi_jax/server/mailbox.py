@@ -25,6 +25,10 @@ class News:
     event: Event
     told: Sequence[Told] | None = None
     """One for each of the event's tokens, where log-probabilities were asked for."""
+    prompt: Sequence[Told] = ()
+    """Of the prompt's next tokens, from its second on, where they were asked for."""
+    refusal: str | None = None
+    """Why the queue has not taken the request."""
 
 
 class Mailbox:

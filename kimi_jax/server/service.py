@@ -57,8 +57,6 @@ class Service:
     """Whether the model thinks before it answers a chat, where the request does not say."""
     most_new_tokens: int | None = None
     """New tokens of a chat's answer where the request does not say; None follows the mode."""
-    scores_prompts: bool = False
-    """Whether the engine tells log-probabilities of prompts."""
     folder: Path | None = None
     """Of the checkpoint, which may have a chat template."""
     number: Callable[[], int] = dataclasses.field(default_factory=lambda: itertools.count().__next__)
@@ -86,8 +84,6 @@ class Service:
         """A body of /v1/completions. Raises ApiError where it does not fit."""
         body = Completion.parse(data)
         self.check_model(body.model)
-        if body.echo and body.logprobs is not None and not self.scores_prompts:
-            raise refusal("echo", "echo with logprobs is not supported yet; send one of them")
         prompts = [self._prompt_ids(prompt) for prompt in body.prompts]
         form = self._form(CompletionForm, body, body.logprobs)
         echoes = [Echo(ids, self.tokenizer.decode(ids)) if body.echo else None for ids in prompts]
@@ -200,6 +196,7 @@ class Service:
             for each in settings:
                 reader = Reader(self.tokenizer, stops, stops=body.stop, silent_ids=silent, **how)
                 choices.append(Choice(len(choices), reader, body.stop_token_ids, calls))
+                each = each if echo is None else dataclasses.replace(each, prompt_logprobs=form.logprobs)
                 requests.append(Request(f"{form.id}-{self.number()}", tuple(ids), most, each))
                 told.append(echo)
         prompt_tokens = sum(map(len, prompts))

@@ -55,6 +55,9 @@ class ScriptedQueue:
     def cancel(self, id: str, reason: str = "cancelled") -> Event | None:
         return self.scheduler.cancel(id, reason)
 
+    def rest(self) -> None:
+        pass
+
     def close(self) -> None:
         for id in [*self.scheduler._works]:
             self.scheduler.cancel(id)
@@ -77,8 +80,8 @@ class ScriptedQueue:
             seen[slot], told[slot] = self._write(slot, count)
         slots = self.scheduler.shape.slots
         snapshot = SimpleNamespace(
-            logprobs=np.zeros((slots, 8)), top_ids=np.zeros((slots, 8, TOP), int), top_logprobs=np.zeros((slots, 8, TOP)),
-            round_tokens=np.zeros((slots, 3), int), nodes=np.zeros(slots, int),
+            logprobs=np.zeros((slots, 8)), top_ids=np.zeros((slots, 8, TOP), int),
+            top_logprobs=np.zeros((slots, 8, TOP)), round_tokens=np.zeros((slots, 3), int), nodes=np.zeros(slots, int),
         )  # fmt: skip
         for slot, (first, tokens) in told.items():
             for index, token in enumerate(tokens):

@@ -112,7 +112,10 @@ def test_calls_are_calls_wherever_the_model_writes_them(client, name, thinking):
     choice = ask(client, name, thinking, tools=[WEATHER]).choices[0]
     assert choice.finish_reason == "tool_calls"
     assert [call.id for call in choice.message.tool_calls] == ["functions.get_weather:0", "functions.get_weather:1"]
-    assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == [{"city": "Köln"}, {"city": "Rom"}]
+    assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == [
+        {"city": "Köln"},
+        {"city": "Rom"},
+    ]
     text = ("I need the weather." if "inside" in name else "") + "I look."
     found = getattr(choice.message, "reasoning_content", "") if thinking else choice.message.content
     assert found == text
@@ -130,7 +133,12 @@ def test_the_parser_starts_where_the_prompt_ended(client):
 def test_a_round_trip_of_tools(client, server, tokenizer):
     message = ask(client, "a call", tools=[WEATHER]).choices[0].message
     results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in message.tool_calls]
-    history = [{"role": "user", "content": "a call"}, message.model_dump(), *results, {"role": "user", "content": "plain"}]
+    history = [
+        {"role": "user", "content": "a call"},
+        message.model_dump(),
+        *results,
+        {"role": "user", "content": "plain"},
+    ]
     off = {"thinking": {"type": "disabled"}}
     again = client.chat.completions.create(model="m", messages=history, tools=[WEATHER], extra_body=off)
     assert again.choices[0].message.content == "The answer is 42."
@@ -141,7 +149,10 @@ def test_a_round_trip_of_tools(client, server, tokenizer):
 def test_without_a_choice_of_tools_what_the_model_writes_is_text(client):
     choice = ask(client, "a call", tools=[WEATHER], tool_choice="none").choices[0]
     assert not choice.message.tool_calls
-    assert '<|tool_call_begin|>functions.get_weather:1<|tool_call_argument_begin|>{"city": "Rom"}' in choice.message.content
+    assert (
+        '<|tool_call_begin|>functions.get_weather:1<|tool_call_argument_begin|>{"city": "Rom"}'
+        in choice.message.content
+    )
     assert choice.finish_reason == "stop"
 
 
