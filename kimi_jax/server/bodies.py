@@ -75,8 +75,7 @@ def _check_unsupported(name: str, value: Any, known: list[str]) -> None:
         return
     if name not in NEUTRAL:
         raise refusal(name, f"there is no field {name!r} here{suggestion(name, known)}")
-    fits = [neutral for neutral in NEUTRAL[name] if value == neutral and isinstance(value, bool) <= (neutral in (0, 1))]
-    if not fits:
+    if not any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in NEUTRAL[name]):
         only = " or ".join(json.dumps(neutral) for neutral in NEUTRAL[name])
         raise refusal(name, f"{name} is {_shown(value)}, which is not supported; leave it out or send {only}")
 

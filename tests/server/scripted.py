@@ -187,14 +187,14 @@ def running(app: App, drain_seconds: float = 30) -> Iterator[Running]:
 @contextlib.contextmanager
 def scripted(
     tokenizer, script: Script, *, seconds: float = 0.0, waiting: int = 64, fails_at: int | None = None,
-    limits: HttpLimits | None = None, capacity: int = 1024, service: dict[str, Any] | None = None, **how: Any,
+    limits: HttpLimits | None = None, drain_seconds: float = 30, **how: Any,
 ) -> Iterator[Running]:  # fmt: skip
     """The server on a scripted engine."""
     stop_ids = tuple(tokenizer.special_id(name) for name in ("<|im_end|>", "[EOS]"))
-    told = Service("m", tokenizer, stop_ids, tokenizer.vocab_size, capacity, {}, **(service or {}))
+    told = Service("m", tokenizer, stop_ids, tokenizer.vocab_size, SHAPE.capacity, {})
     metrics = Metrics("m")
     open_queue = lambda: ScriptedQueue(script, seconds, fails_at=fails_at)  # noqa: E731
     loop = EngineLoop(open_queue, SHAPE.slots + waiting, metrics)
     app = App(told, loop, metrics, limits=limits or HttpLimits(), **how)
-    with running(app) as server:
+    with running(app, drain_seconds) as server:
         yield server
