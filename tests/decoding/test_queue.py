@@ -12,7 +12,7 @@ from kimi_jax.decoding.automatic import AutomaticBudget, RoundCosts
 from kimi_jax.decoding.engine import PLAIN, Draft
 from kimi_jax.decoding.generate import Limits, Request, settings_of
 from kimi_jax.decoding.queue import Queue
-from kimi_jax.decoding.sampling import Sampling
+from kimi_jax.decoding.sampling import Draws, Sampling
 from kimi_jax.decoding.scoring import Window
 from kimi_jax.decoding.session import Session
 from kimi_jax.decoding.state import Dispatch, Lanes
@@ -21,23 +21,39 @@ from kimi_jax.serving.transport import Receiver, Sender
 
 TREE = Draft("ddtree", 7)
 KINDS = [Sampling(), Sampling(0.8, top_p=0.95), Sampling(1.0), Sampling(1.2, top_k=20, min_p=0.02)]
+FILTERED = [KINDS[1], KINDS[3]]  # drawn by one program, where each of KINDS may need its own
 LENGTHS = [21, 50, 7, 64, 33, 1, 17, 5, 130, 3]
 LIMITS = [9, 14, 20, 3, 11, 25, 1, 16, 6, 12]
 
 
-def some_requests(vocabulary=300):
+def some_requests(kinds=KINDS):
     rng = np.random.default_rng(0)
     return [
-        Request(rng.integers(0, vocabulary, length).tolist(), KINDS[index % len(KINDS)], index, limit)
+        Request(rng.integers(0, 300, length).tolist(), kinds[index % len(kinds)], index, limit)
         for index, (length, limit) in enumerate(zip(LENGTHS, LIMITS, strict=True))
     ]
 
 
+class Watched(Session):
+    """A session that notes what was run."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.kinds, self.preempted = set(), []
+
+    def run(self, plan, rows=None):
+        self.kinds.add("decode" if not plan.lanes else "mixed" if plan.rounds else "chunk")
+        self.preempted += plan.preempted
+        return super().run(plan, rows)
+
+
 def shape_for(programs, **changes):
+    """Slots of one shape, so that tests with the same programs share what is compiled: hardly more pages than the
+    longest text needs, since whoever needs more is put back and goes on later."""
     sizes = {
         "groups": programs.groups,
         "slots_per_group": 3,
-        "pages": 9,
+        "pages": 4,
         "page_tokens": programs.page_tokens,
         "tiles": 3,
         "lanes": 1,
@@ -50,15 +66,13 @@ def shape_for(programs, **changes):
     return plan.Shape(**(sizes | changes))
 
 
-def open_queue(engine, draft=TREE, **changes):
-    programs = dataclasses.replace(engine.programs(draft), ends_early=changes.pop("ends_early", True))
-    return Queue(Session(programs, engine.parameters, shape_for(programs, **changes)))
+def open_queue(programs, parameters, **changes):
+    return Queue(Watched(programs, parameters, shape_for(programs, **changes)))
 
 
 def submit(queue, requests, stop_ids=(), names=None):
-    for name, request, settings in zip(
-        names or map(str, range(len(requests))), requests, settings_of(requests, stop_ids), strict=True
-    ):
+    names = names or map(str, range(len(requests)))
+    for name, request, settings in zip(names, requests, settings_of(requests, stop_ids), strict=True):
         queue.submit(plan.Request(name, tuple(request.ids), request.max_new_tokens, settings))
 
 
@@ -72,16 +86,18 @@ def run(queue, texts=None):
     return texts, reasons
 
 
-@pytest.fixture(scope="module")
-def alone(engines):
-    """The text of each request in an engine of its own, drafted or not."""
-    texts = {}
-    for index, request in enumerate(some_requests()):
-        text = []
-        for progress in engines().serve([request], Limits(least_capacity=192)):
-            text += progress.new_tokens[0]
-        texts[str(index)] = [*text]
+def texts_alone(engine, requests):
+    """The text of each request without another beside it and without drafts, by its number."""
+    texts = {str(index): [] for index in range(len(requests))}
+    for progress in engine.serve(requests, Limits(prefill_chunk=16), slots=1):
+        for text, new in zip(texts.values(), progress.new_tokens, strict=True):
+            text += new
     return texts
+
+
+@pytest.fixture(scope="module")
+def alone(shallow):
+    return texts_alone(shallow(), some_requests())
 
 
 def is_empty(queue):
@@ -94,52 +110,63 @@ def is_empty(queue):
     [
         ("local", TREE, {}),
         ("local", PLAIN, {"ahead": 0, "lanes": 2}),
-        ("local", TREE, {"ends_early": False, "slot_counts": (1, 3)}),
-        pytest.param("hgx-ib-16", TREE, {"slots_per_group": 2}, marks=pytest.mark.slow),
+        pytest.param("hgx-ib-16", TREE, {"slots_per_group": 2, "pages": 9}, marks=pytest.mark.slow),
         pytest.param("hgx-ib-16 split cache", TREE, {"tiles": 1, "pages": 3}, marks=pytest.mark.slow),
-        pytest.param("nvl72", TREE, {"slots_per_group": 1}, marks=pytest.mark.exhaustive),
+        pytest.param("nvl72", TREE, {"slots_per_group": 1, "pages": 9}, marks=pytest.mark.exhaustive),
     ],
 )
-def test_texts_do_not_know_their_neighbours(mesh, draft, changes, engines, alone):
-    queue = open_queue(engines(mesh), draft, **changes)
-    submit(queue, some_requests(), engines().stop_ids)
+def test_texts_do_not_know_their_neighbours(mesh, draft, changes, shallow, alone):
+    engine = shallow(mesh)
+    queue = open_queue(engine.programs(draft), engine.parameters, **changes)
+    submit(queue, some_requests(), engine.stop_ids)
     texts, reasons = run(queue)
     assert texts == alone
     assert {*reasons.values()} <= {"length", "stop"}
     assert is_empty(queue)
-    if draft is TREE:
-        kinds = {key[0] for programs in _variants(queue.session.programs) for key in programs._compiled}
-        assert kinds == {"chunk", "mixed", "decode"}
+    assert queue.session.kinds == {"chunk", "mixed", "decode"}
 
 
-def _variants(programs):
-    return [programs, *(one for each in programs._variants.values() for one in _variants(each))]
+@pytest.mark.parametrize("kinds", [FILTERED, pytest.param(KINDS, marks=pytest.mark.slow)], ids=["filtered", "all"])
+def test_rounds_that_the_host_counts_give_the_same_texts(kinds, shallow):
+    """As on a GPU, where no dispatch ends early; with a program for few slots."""
+    engine, requests = shallow(), some_requests(kinds)
+    programs = dataclasses.replace(engine.programs(TREE), ends_early=False)
+    queue = open_queue(programs, engine.parameters, slot_counts=(1, 3))
+    submit(queue, requests, engine.stop_ids)
+    assert run(queue)[0] == texts_alone(engine, requests)
+    assert is_empty(queue)
+    assert queue.session.kinds == {"chunk", "mixed", "decode"}
+    assert {key[1] for key in programs.drawing(Draws("filters"))._compiled} == {1, 3}
 
 
-def test_preempted_and_cancelled_requests_change_nobodys_text(engines, alone):
-    """Pages for hardly more than one text: most are computed again, and texts stay."""
-    queue = open_queue(engines(), pages=4)
-    submit(queue, some_requests(), engines().stop_ids)
+def test_preempted_and_cancelled_requests_change_nobodys_text(shallow):
+    """Two texts grow over three of four pages: the younger is computed again, one waits, one is cancelled."""
+    engine = shallow()
+    some = some_requests()
+    requests = [*(dataclasses.replace(some[n], max_new_tokens=100) for n in (1, 3)), some[2], *some[4:6]]
+    queue = open_queue(engine.programs(TREE), engine.parameters)
+    submit(queue, requests, engine.stop_ids)
     texts = {}
-    for _ in range(6):
+    while not queue.session.preempted:
         for event, _ in queue.step():
             texts.setdefault(event.id, []).extend(event.tokens)
-    queue.cancel("1")
-    texts.pop("1", None)
+    assert queue.session.preempted == ["1"]
+    queue.cancel("3")
     texts, _ = run(queue, texts)
-    assert texts == {name: text for name, text in alone.items() if name != "1"}
+    alone = texts_alone(engine, requests)
+    assert texts.pop("3", []) == []
+    assert texts == {name: text for name, text in alone.items() if name != "3"}
     assert is_empty(queue)
 
 
-def test_a_request_that_is_not_finite_ends_alone_and_leaves_clean_pages(engines, alone):
+def test_a_request_that_is_not_finite_ends_alone_and_leaves_clean_pages(shallow, alone):
     """An embedding of NaN: one request's latents and logits are not finite, and its pages serve others afterwards."""
-    engine = engines()
+    engine = shallow()
     poison = 319
-    parameters = jax.tree.map(lambda x: x, engine.parameters)
-    table = parameters["target"]["model"]["embed_tokens"]
+    broken = jax.tree.map(lambda x: x, engine.parameters)
+    table = broken["target"]["model"]["embed_tokens"]
     table["weight"] = table["weight"].at[poison].set(jnp.nan)
-    broken = dataclasses.replace(engine, parameters=parameters)
-    queue = open_queue(broken, ahead=0, lanes=2)
+    queue = open_queue(engine.programs(TREE), broken, ahead=0)
     requests = some_requests()
     bad = dataclasses.replace(requests[1], ids=[*requests[1].ids[:20], poison, *requests[1].ids[21:]])
     submit(queue, [requests[0], bad, *requests[2:]], engine.stop_ids)
@@ -157,13 +184,13 @@ def test_a_request_that_is_not_finite_ends_alone_and_leaves_clean_pages(engines,
 
 
 @pytest.mark.slow
-def test_a_thousand_random_requests_leave_everything_free(engines):
+def test_a_thousand_random_requests_leave_everything_free(shallow):
     """Lengths from 1 to capacity, random arrivals, cancels, stops, kinds, and now and then NaN in somebody's text."""
-    engine, poison, rng = engines(), 319, np.random.default_rng(5)
+    engine, poison, rng = shallow(), 319, np.random.default_rng(5)
     parameters = jax.tree.map(lambda x: x, engine.parameters)
     table = parameters["target"]["model"]["embed_tokens"]
     table["weight"] = table["weight"].at[poison].set(jnp.nan)
-    queue = open_queue(dataclasses.replace(engine, parameters=parameters), pages=4, slots_per_group=4, ahead=1)
+    queue = open_queue(engine.programs(TREE), parameters, slots_per_group=4)
     capacity, left, broken, told = queue.session.shape.capacity, 1000, set(), {}
     while left or not queue.idle:
         for _ in range(min(left, rng.poisson(2))):
@@ -201,29 +228,32 @@ def test_a_thousand_random_requests_leave_everything_free(engines):
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves((state.cache, state.context)))
 
 
-def test_nothing_is_compiled_after_warm_up(engines):
+@pytest.mark.parametrize("draft", [PLAIN, pytest.param(TREE, marks=pytest.mark.slow)], ids=["plain", "tree"])
+def test_nothing_is_compiled_after_warm_up(draft, shallow):
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None
     )
-    queue = open_queue(engines())
+    engine = shallow()
+    programs = dataclasses.replace(engine.programs(draft))  # of which nothing is compiled yet
+    queue = open_queue(programs, engine.parameters)
     queue.session.warm()
-    requests = [dataclasses.replace(each, sampling=Sampling()) for each in some_requests()]
+    requests = some_requests([Sampling()])
     settings_of(requests, ())  # keys are made on the host
-    submit(queue, requests[:1], engines().stop_ids)
+    submit(queue, requests[:1], engine.stop_ids)
     run(queue)  # admission
     assert len(compiled) >= 5
     compiled.clear()
     for order in (1, -1):
-        submit(queue, requests[::order], engines().stop_ids)
+        submit(queue, requests[::order], engine.stop_ids)
         assert len(run(queue)[0]) == 10
     assert not compiled
 
 
-def test_log_probabilities_are_those_of_scoring(engines):
-    engine = engines()
-    queue = open_queue(engine)
-    requests = some_requests()[:5]
+def test_log_probabilities_are_those_of_scoring(shallow):
+    engine = shallow()
+    queue = open_queue(engine.programs(TREE), engine.parameters)
+    requests = some_requests(FILTERED)[:5]
     for index, (request, settings) in enumerate(zip(requests, settings_of(requests, ()), strict=True)):
         asked = dataclasses.replace(settings, logprobs=3 if index != 2 else None)
         queue.submit(plan.Request(str(index), tuple(request.ids), request.max_new_tokens, asked))
@@ -242,8 +272,8 @@ def test_log_probabilities_are_those_of_scoring(engines):
         np.testing.assert_allclose(told[str(index)], expected.logprobs, atol=1e-4)
 
 
-def test_stop_tokens_and_least_tokens_are_each_requests_own(engines, alone):
-    engine, requests = engines(), some_requests()
+def test_stop_tokens_and_least_tokens_are_each_requests_own(shallow, alone):
+    engine, requests = shallow(), some_requests()
     stop = alone["2"][4]
     end = alone["2"].index(stop) + 1
     plain = dataclasses.replace(requests[2], stop_ids=(stop,))
@@ -259,8 +289,8 @@ def test_stop_tokens_and_least_tokens_are_each_requests_own(engines, alone):
     assert stop not in found[2][: end + 1]
 
 
-def test_a_dropped_iterator_leaves_nothing_in_flight(engines, alone):
-    engine, request = engines(), some_requests()[2]
+def test_a_dropped_iterator_leaves_nothing_in_flight(shallow, alone):
+    engine, request = shallow(), some_requests()[2]
     steps = engine.serve([request] * 3, Limits(rounds_per_dispatch=1), TREE)
     next(steps)
     steps.close()
@@ -289,12 +319,12 @@ def compiled_text(engine, kind):
 
 
 @pytest.mark.parametrize("kind", ["decode", "chunk", "mixed"])
-def test_no_branch_and_no_loop_that_the_host_would_drive(kind, engines):
+def test_no_branch_and_no_loop_that_the_host_would_drive(kind, shallow):
     """Without an early end: what a GPU runs has no condition, and each loop counts to a number that is written down.
 
     The reference of the attention is the exception, which follows the longest text; kernels stand in its place.
     """
-    text = compiled_text(engines(), kind)
+    text = compiled_text(shallow(), kind)
     assert "stablehlo.case" not in text
     assert "stablehlo.if" not in text
     loops = len(re.findall(r"stablehlo\.while", text))
@@ -303,9 +333,10 @@ def test_no_branch_and_no_loop_that_the_host_would_drive(kind, engines):
     assert len(counted) == loops, "a bound is a constant"
 
 
-def test_another_process_follows(engines):
+def test_another_process_follows(shallow):
     """Plans that have travelled leave the same state behind, experts and rows included."""
-    engine = engines()
+    engine = shallow()
+    programs = engine.programs(TREE)
     sender = Sender(2, "127.0.0.1")
     receiver = Receiver("127.0.0.1", sender.announcement, 1, 30)
     sender.accept(30)
@@ -313,14 +344,14 @@ def test_another_process_follows(engines):
     leads, follows = (
         Queue(session, automatic, link=link)
         for session, link in (
-            (Session(engine.programs(TREE), engine.parameters, shape_for(engine.programs(TREE))), sender),
-            (Session(engine.programs(TREE), engine.parameters, shape_for(engine.programs(TREE))), receiver),
+            (Session(programs, engine.parameters, shape_for(programs)), sender),
+            (Session(programs, engine.parameters, shape_for(programs)), receiver),
         )
     )
-    submit(leads, some_requests()[:4])
+    submit(leads, some_requests(FILTERED)[:4])
     leads.step()
     leads.rest()
-    submit(leads, some_requests()[4:6], names=["late", "later"])
+    submit(leads, some_requests(FILTERED)[4:6], names=["late", "later"])
     leads.cancel("1")
     texts, _ = run(leads)
     leads.close()
