@@ -19,12 +19,12 @@ def test_the_example_of_the_docstring(capsys):
     assert logits.shape == (len(engine.tokenizer.encode("Add 612 and 259.")), engine.config.vocab_size)
     assert logits.dtype == np.float32
     # The same engine: what it wrote is what its logits say.
-    answer = engine.chat("Add 612 and 259.", thinking=False, max_new_tokens=64)
+    answer = engine.chat("Add 612 and 259.", thinking=False)
     assert answer.finish_reason == "stop"
     text = [*answer.prompt_ids, *answer.token_ids]
     greedy = engine.logits(text)[len(answer.prompt_ids) - 1 : -1].argmax(-1)
     assert greedy.tolist() == answer.token_ids
-    stopped = engine.chat("Add 612 and 259.", thinking=False, max_new_tokens=64, stop=["=07"])
+    stopped = engine.chat("Add 612 and 259.", thinking=False, stop=["=07"])
     assert stopped.text == "2+9+0=11, 1+5+1"
     assert stopped.finish_reason == "stop"
 

@@ -255,8 +255,8 @@ def test_log_probabilities_are_those_of_scoring(shallow):
     queue = open_queue(engine.programs(TREE), engine.parameters)
     requests = some_requests(FILTERED)[:5]
     for index, (request, settings) in enumerate(zip(requests, settings_of(requests, ()), strict=True)):
-        asked = dataclasses.replace(settings, logprobs=3 if index != 2 else None)
-        queue.submit(plan.Request(str(index), tuple(request.ids), request.max_new_tokens, asked))
+        settings = dataclasses.replace(settings, logprobs=3 if index != 2 else None)
+        queue.submit(plan.Request(str(index), tuple(request.ids), request.max_new_tokens, settings))
     texts, told = {}, {}
     while not queue.idle:
         for event, snapshot in queue.step():
@@ -265,11 +265,12 @@ def test_log_probabilities_are_those_of_scoring(shallow):
                 told.setdefault(event.id, []).extend(snapshot.logprobs[event.slot, : len(event.tokens)].tolist())
                 best = snapshot.top_logprobs[event.slot, 0]
                 assert (np.diff(best) <= 0).all()
-    for index in (0, 1, 3, 4):
-        request, text = requests[index], texts[str(index)]
-        whole = [*request.ids, *text]
-        ((_, expected),) = engine.score([Window(whole[:-1], text)])
-        np.testing.assert_allclose(told[str(index)], expected.logprobs, atol=1e-4)
+    asked = [0, 1, 3, 4]
+    whole = [[*requests[index].ids, *texts[str(index)]] for index in asked]
+    windows = [Window(ids[:-1], texts[str(index)]) for index, ids in zip(asked, whole, strict=True)]
+    for place, expected in engine.score(windows):
+        np.testing.assert_allclose(told.pop(str(asked[place])), expected.logprobs, atol=1e-4)
+    assert not told
 
 
 def test_stop_tokens_and_least_tokens_are_each_requests_own(shallow, alone):
@@ -295,7 +296,7 @@ def test_a_dropped_iterator_leaves_nothing_in_flight(shallow, alone):
     next(steps)
     steps.close()
     text = []
-    for progress in engine.serve([request], Limits(), TREE):
+    for progress in engine.serve([request] * 3, Limits(rounds_per_dispatch=1), TREE):
         text += progress.new_tokens[0]
     assert text == alone["2"]
 
@@ -311,10 +312,11 @@ def compiled_text(engine, kind):
 
     now = Dispatch(array(slots, tiles), array(slots, dtype=bool))
     lanes = Lanes(array(1, 16), array(1), array(1), array(1, dtype=bool))
+    parameters = {name: engine.parameters[name] for name in programs.needs}
     if kind == "decode":
-        lowered = programs.decode(slots, 8).lower(engine.parameters, state, now)
+        lowered = programs.decode(slots, 8).lower(parameters, state, now)
     else:
-        lowered = getattr(programs, kind)(slots, tiles).lower(engine.parameters, state, now, lanes)
+        lowered = getattr(programs, kind)(slots, tiles).lower(parameters, state, now, lanes)
     return lowered.as_text()
 
 

@@ -25,8 +25,8 @@ def texts(steps, count):
     return ids, step
 
 
-def test_requests_get_their_own_texts_in_their_places(engines):
-    engine = engines("local")
+def test_requests_get_their_own_texts_in_their_places(shallow):
+    engine = shallow("local")
     report, together = Report(len(REQUESTS)), []
     for step in engine.serve(REQUESTS):
         report.add(step)
@@ -43,31 +43,31 @@ def test_requests_get_their_own_texts_in_their_places(engines):
     assert seconds == sorted(seconds)
 
 
-def test_few_slots_give_the_same_texts_and_counts(engines):
-    whole, last = texts(engines("local").serve(REQUESTS), 4)
-    alone, end = texts(engines("local").serve(REQUESTS, slots=1), 4)
+def test_few_slots_give_the_same_texts_and_counts(shallow):
+    whole, last = texts(shallow("local").serve(REQUESTS), 4)
+    alone, end = texts(shallow("local").serve(REQUESTS, slots=1), 4)
     assert alone == whole
     assert end.counts.round_tokens.tolist() == last.counts.round_tokens.tolist()
     assert end.finished == [True] * 4
 
 
-def test_a_text_that_the_host_has_ended_leaves_its_slot(engines):
-    engine = engines("local")
+def test_a_text_that_the_host_has_ended_leaves_its_slot(shallow):
+    engine = shallow("local")
     steps = list(engine.serve(REQUESTS[:2], ended=lambda index: index == 0))
     ids, _ = texts(steps, 2)
     assert len(ids[0]) == 1  # the chunk brings the first token, and no round follows
     assert len(ids[1]) == 3
 
 
-def test_limits_that_do_not_fit_are_refused(engines):
+def test_limits_that_do_not_fit_are_refused(shallow):
     with pytest.raises(ValueError, match=r"there are 2 limits for 1 prompts"):
-        next(engines("local").generate([[5]], Limits(3, each=(3, 2)), Sampling()))
+        next(shallow("local").generate([[5]], Limits(3, each=(3, 2)), Sampling()))
     with pytest.raises(ValueError, match=r"each is \(0, 1\); it must be positive"):
         Limits(3, each=(0, 1))
     with pytest.raises(ValueError, match="a prompt may have 4 new tokens and all at most 3"):
         Limits(3, each=(4, 1))
 
 
-def test_more_stop_tokens_than_a_slot_holds_are_refused(engines):
+def test_more_stop_tokens_than_a_slot_holds_are_refused(shallow):
     with pytest.raises(ValueError, match="prompt 2 has 9 stop tokens; at most 8 fit"):
-        next(engines("local").serve([REQUESTS[0], Request([5], Sampling(), 0, 2, stop_ids=tuple(range(9)))]))
+        next(shallow("local").serve([REQUESTS[0], Request([5], Sampling(), 0, 2, stop_ids=tuple(range(9)))]))

@@ -18,7 +18,7 @@ from kimi_jax.decoding.speculation import Speculation
 from kimi_jax.decoding.state import Dispatch
 from kimi_jax.model.rows import causal_rows
 
-GREEDY = Sampling()
+GREEDY, HOT = Sampling(), Sampling(temperature=1.0, top_p=0.9)
 
 
 class Told:
@@ -36,7 +36,7 @@ class Told:
 
 
 class Fixed:
-    """Drafts the best tree of 16 nodes of one table of log-probabilities, whatever the text."""
+    """Drafts the best tree of 6 nodes of one table of log-probabilities, whatever the text."""
 
     context = None
 
@@ -44,7 +44,7 @@ class Fixed:
         self.log_probs, self.max_depth = log_probs, log_probs.shape[0]
 
     def propose(self, model, state):
-        return jax.vmap(lambda root: build_tree(self.log_probs, 16, root=root))(state.anchors)
+        return jax.vmap(lambda root: build_tree(self.log_probs, 6, root=root))(state.anchors)
 
 
 def texts(engine, prompts, limits, draft=PLAIN, sampling=GREEDY, seed=0):
@@ -66,28 +66,28 @@ def prompts(reference):
 
 
 @pytest.fixture(scope="module")
-def plain(engines, prompts):
-    return texts(engines(), prompts, Limits(max_new_tokens=20))
+def plain(shallow, prompts):
+    return texts(shallow(), prompts, Limits(max_new_tokens=20))
 
 
 @pytest.mark.parametrize("budget", [0, 16, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 7, 32, 64))])
-def test_greedy_text_is_the_same_for_every_budget(budget, engines, prompts, plain):
-    assert texts(engines(), prompts, Limits(max_new_tokens=20), Draft("ddtree", budget)) == plain
+def test_greedy_text_is_the_same_for_every_budget(budget, shallow, prompts, plain):
+    assert texts(shallow(), prompts, Limits(max_new_tokens=20), Draft("ddtree", budget)) == plain
 
 
 @pytest.mark.parametrize("draft", [
     Draft("chain", 3), Draft("ddtree", 8, keep_chain=True, shared=True), *(pytest.param(draft, marks=pytest.mark.slow)
     for draft in (Draft("chain"), Draft("ddtree", 8, keep_chain=True), Draft("ddtree", 8, shared=True))),
 ], ids=str)  # fmt: skip
-def test_greedy_text_is_the_same_for_every_kind(draft, engines, prompts, plain):
-    assert texts(engines(), prompts, Limits(max_new_tokens=20), draft) == plain
+def test_greedy_text_is_the_same_for_every_kind(draft, shallow, prompts, plain):
+    assert texts(shallow(), prompts, Limits(max_new_tokens=20), draft) == plain
 
 
 @pytest.mark.parametrize("row_us", [0.0, 1e6])
-def test_greedy_text_is_the_same_with_an_automatic_budget(row_us, engines, prompts, plain):
+def test_greedy_text_is_the_same_with_an_automatic_budget(row_us, shallow, prompts, plain):
     """Plain first, then a probe, then what pays: all rows where they cost nothing, none where they are dear."""
     times = {rows: 1000 + (rows - 1) * row_us for rows in (1, 8, 16)}
-    engine = dataclasses.replace(engines(), costs=lambda requests, context: RoundCosts(times, "estimated"))
+    engine = dataclasses.replace(shallow(), costs=lambda requests, context: RoundCosts(times, "estimated"))
     got, last = [[] for _ in prompts], None
     for last in engine.generate(prompts, Limits(max_new_tokens=20, rounds_per_dispatch=4), GREEDY, draft=Draft()):
         for text, new in zip(got, last.new_tokens, strict=True):
@@ -100,8 +100,8 @@ def test_greedy_text_is_the_same_with_an_automatic_budget(row_us, engines, promp
     assert automatic.acceptance == pytest.approx(1, abs=0.3)
 
 
-def test_an_automatic_budget_measures_the_machine_it_runs_on(engines, prompts, plain):
-    engine = engines()
+def test_an_automatic_budget_measures_the_machine_it_runs_on(shallow, prompts, plain):
+    engine = shallow()
     assert engine.costs is None
     got = [[] for _ in prompts]
     for step in engine.generate(prompts, Limits(max_new_tokens=20), GREEDY, draft=Draft()):
@@ -116,9 +116,9 @@ def test_an_automatic_budget_measures_the_machine_it_runs_on(engines, prompts, p
 
 
 @pytest.mark.parametrize("mesh", [pytest.param("hgx-ib-16", marks=pytest.mark.slow), "nvl72"])
-def test_greedy_text_is_the_same_on_every_mesh(mesh, engines, prompts, plain):
+def test_greedy_text_is_the_same_on_every_mesh(mesh, shallow, prompts, plain):
     limits = Limits(max_new_tokens=10)
-    drafted = texts(engines(mesh), prompts, limits, Draft("ddtree", 16))
+    drafted = texts(shallow(mesh), prompts, limits, Draft("ddtree", 16))
     assert drafted == [text[:10] for text in plain]
 
 
@@ -127,92 +127,82 @@ def test_greedy_text_is_the_same_on_every_mesh(mesh, engines, prompts, plain):
 @pytest.mark.parametrize("draft", [
     Draft("chain"), *(Draft("ddtree", n) for n in (1, 2, 7, 32, 64)), Draft("ddtree", 16, shared=True),
 ], ids=str)  # fmt: skip
-def test_greedy_text_is_the_same_on_every_mesh_for_every_budget(mesh, draft, engines, prompts, plain):
-    assert texts(engines(mesh), prompts, Limits(max_new_tokens=20), draft) == plain
+def test_greedy_text_is_the_same_on_every_mesh_for_every_budget(mesh, draft, shallow, prompts, plain):
+    assert texts(shallow(mesh), prompts, Limits(max_new_tokens=20), draft) == plain
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_a_drafter_that_knows_the_answer_accepts_whole_blocks(count, engines, prompts, served):
-    engine, limits = engines(), Limits(max_new_tokens=24)
-    prompts = prompts[:count]
-    answers = texts(engine, prompts, limits)
-    table = np.zeros((count, 64), np.int32)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+@pytest.fixture(scope="module")
+def told(shallow, prompts, plain):
+    """Programs whose drafter knows the plain texts: shared, since its drafts are compiled into them."""
+    table = np.zeros((len(prompts), 64), np.int32)
+    for row, (prompt, answer) in enumerate(zip(prompts, plain, strict=True)):
         table[row, len(prompt) : len(prompt) + len(answer)] = answer
-    result = served(engine, with_drafter(engine, Told(table)), prompts, limits)
-    told, last = result.texts, result.last
-    assert told == answers
-    # One token from prefill, then 8 a round: 23 more take three, the last one cut.
-    assert last.counts.rounds.tolist() == [3] * count
-    assert last.counts.hits.tolist() == [[3] * 7] * count
-    assert rounds_by_tokens(last.counts).tolist() == [0, 0, 0, 0, 0, 0, 0, count, 2 * count]
+    return with_drafter(shallow(), Told(table))
 
 
-def test_a_drafter_that_knows_nothing_accepts_one_token_a_round(engines, prompts, served):
-    engine, limits = engines(), Limits(max_new_tokens=12)
-    answers = texts(engine, prompts, limits)
-    never = next(token for token in range(320) if not any(token in text for text in answers))
-    told = Told(np.full((3, 64), never, np.int32))
-    result = served(engine, with_drafter(engine, told), prompts, limits)
-    wrong, last = result.texts, result.last
-    assert wrong == answers
-    assert rounds_by_tokens(last.counts).tolist() == [0, 33, 0, 0, 0, 0, 0, 0, 0]
+def test_a_drafter_that_knows_the_answer_accepts_whole_blocks(shallow, prompts, plain, told, served):
+    result = served(shallow(), told, prompts, Limits(max_new_tokens=20))
+    assert result.texts == plain
+    # One token from prefill, then 8 a round: 19 more take three, the last one cut.
+    counts, count = result.last.counts, len(prompts)
+    assert counts.rounds.tolist() == [3] * count
+    assert counts.hits[:, :3].tolist() == [[3] * 3] * count
+    assert counts.hits[:, 3:].tolist() == [[2] * 4] * count, "the table ends with the text"
+    assert rounds_by_tokens(counts).tolist() == [0, 0, 0, count, 0, 0, 0, 0, 2 * count]
 
 
-@pytest.mark.parametrize("limit", [9, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 7, 8, 10))])
-def test_max_new_tokens_is_exact_inside_an_accepted_path(limit, engines, prompts, served):
-    engine = engines()
-    answer = texts(engine, prompts[:1], Limits(max_new_tokens=24))[0]
-    table = np.zeros((1, 64), np.int32)
-    table[0, len(prompts[0]) : len(prompts[0]) + 24] = answer
-    programs = with_drafter(engine, Told(table))
-    assert served(engine, programs, prompts[:1], Limits(max_new_tokens=limit)).texts == [answer[:limit]]
+def test_a_drafter_that_knows_nothing_accepts_one_token_a_round(shallow, prompts, plain, told, served):
+    """Told another prompt's text, at other positions."""
+    order = [1, 2, 0]
+    result = served(shallow(), told, [prompts[row] for row in order], Limits(max_new_tokens=12))
+    assert result.texts == [plain[row][:12] for row in order]
+    assert rounds_by_tokens(result.last.counts).tolist() == [0, 33, 0, 0, 0, 0, 0, 0, 0]
 
 
-def test_a_stop_token_inside_an_accepted_path_ends_the_text_there(engines, prompts, served):
-    engine, limits = engines(), Limits(max_new_tokens=24)
-    answer = texts(engine, prompts[:1], limits)[0]
-    table = np.zeros((1, 64), np.int32)
-    table[0, len(prompts[0]) : len(prompts[0]) + 24] = answer
-    stop = answer[4]  # the fourth draft of the first round
-    result = served(engine, with_drafter(engine, Told(table)), prompts[:1], limits, stop_ids=(stop,))
-    told, last = result.texts, result.last
-    assert told == [answer[: answer.index(stop) + 1]]
-    assert last.counts.rounds.tolist() == [1]
-    report = Report(1)
-    report.add(last)
+@pytest.mark.parametrize("limit", [1, 2, 7, 8, 9, 10])
+def test_max_new_tokens_is_exact_inside_an_accepted_path(limit, shallow, prompts, plain, told, served):
+    result = served(shallow(), told, prompts, Limits(max_new_tokens=limit))
+    assert result.texts == [text[:limit] for text in plain]
+
+
+def test_a_stop_token_inside_an_accepted_path_ends_the_text_there(shallow, prompts, plain, told, served):
+    stop = plain[0][4]  # the fourth draft of the first round
+    result = served(shallow(), told, prompts, Limits(max_new_tokens=20), stop_ids=(stop,))
+    end = plain[0].index(stop)  # tokens that the round emitted: prefill drew one of end + 1
+    assert result.texts == [text[: text.index(stop) + 1] if stop in text else text for text in plain]
+    assert result.last.counts.rounds[0] == 1
+    assert result.last.counts.round_tokens[0].tolist() == [int(n < end) for n in range(8)]
+    assert result.last.counts.hits[0].tolist() == [1] * 7
+
+
+def test_acceptance_is_reported_over_all_rounds(shallow, prompts, plain, told, served):
+    report = Report(3)
+    report.add(served(shallow(), told, prompts, Limits(max_new_tokens=9)).last)
     found = report.as_dict()
-    end = answer.index(stop)  # tokens that the round emitted: prefill drew one of end + 1
-    assert found["acceptance_length"] == end
-    assert found["acceptance_histogram"] == [int(n == end) for n in range(9)]
-    assert found["draft_hits"] == [1] * 7
+    assert found["acceptance_length"] == 8
+    assert found["acceptance_histogram"] == [0] * 8 + [3]
+    assert found["draft_hits"] == [3] * 7
     assert found["draft_hit_rates"] == [1.0] * 7
-    assert f"{end}.00 tokens a round" in report.summary()
+    assert "8.00 tokens a round" in report.summary()
     assert report.details() == "1 round with 7.00 drafts hit in each"
 
 
-@pytest.mark.parametrize("limit", [6, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
-def test_acceptance_length_counts_no_token_behind_the_limit(limit, engines, prompts, served):
-    engine = engines()
-    answer = texts(engine, prompts[:1], Limits(max_new_tokens=24))[0]
-    table = np.zeros((1, 64), np.int32)
-    table[0, len(prompts[0]) : len(prompts[0]) + 24] = answer
-    programs = with_drafter(engine, Told(table))
-    last = served(engine, programs, prompts[:1], Limits(max_new_tokens=limit)).last
-    report = Report(1)
-    report.add(last)
+@pytest.mark.parametrize("limit", [1, 2, 6])
+def test_acceptance_length_counts_no_token_behind_the_limit(limit, shallow, prompts, told, served):
+    report = Report(3)
+    report.add(served(shallow(), told, prompts, Limits(max_new_tokens=limit)).last)
     assert report.acceptance_length == (None if limit == 1 else limit - 1)
     assert report.as_dict()["rounds"] == (limit > 1)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "temperature"),
-    [("local", 1.0), *(pytest.param(*case, marks=pytest.mark.slow) for case in
-     (("local", 0.0), ("hgx-ib-16", 0.0), ("hgx-ib-16", 1.0)))],
+    ("mesh", "sampling"),
+    [("local", HOT), *(pytest.param(*case, marks=pytest.mark.slow) for case in
+     (("local", GREEDY), ("hgx-ib-16", GREEDY), ("hgx-ib-16", HOT)))],
 )  # fmt: skip
-def test_ids_beyond_the_tokenizer_are_neither_drawn_nor_drafted(mesh, temperature, engines, prompts, served):
+def test_ids_beyond_the_tokenizer_are_neither_drawn_nor_drafted(mesh, sampling, shallow, prompts, served):
     """Padding rows of the head: the text is what a head without them gives, on every mesh, drafted or not."""
-    engine, sampling, limits = engines(mesh), Sampling(temperature), Limits(max_new_tokens=12)
+    engine, limits = shallow(mesh), Limits(max_new_tokens=12)
     known = sorted({token for text in texts(engine, prompts, limits, sampling=sampling) for token in text})[-3]
     found = []
     for draft in (PLAIN, Draft("ddtree", 16)):
@@ -230,12 +220,12 @@ def test_ids_beyond_the_tokenizer_are_neither_drawn_nor_drafted(mesh, temperatur
     assert found[0] == found[1]
     assert max(map(max, found[0])) < known
     if mesh != "local":
-        local = dataclasses.replace(engines().programs(), known_ids=known)
-        assert served(engines(), local, prompts, limits, sampling=sampling).texts == found[0]
+        local = dataclasses.replace(shallow().programs(), known_ids=known)
+        assert served(shallow(), local, prompts, limits, sampling=sampling).texts == found[0]
 
 
-def test_a_mask_id_that_the_target_really_emits_is_kept(engines, prompts):
-    engine, limits = engines(), Limits(max_new_tokens=12)
+def test_a_mask_id_that_the_target_really_emits_is_kept(shallow, prompts):
+    engine, limits = shallow(), Limits(max_new_tokens=12)
     answers = texts(engine, prompts, limits)
     config = dataclasses.replace(engine.drafter.config, mask_token_id=answers[0][3])
     drafter = type(engine.drafter)(config)
@@ -244,9 +234,9 @@ def test_a_mask_id_that_the_target_really_emits_is_kept(engines, prompts):
 
 
 @pytest.mark.parametrize("temperature", [pytest.param(t, marks=pytest.mark.slow) for t in (0.7, 1.0)] + [1.5])
-def test_sampled_text_has_the_targets_law(temperature, engines, forward, served):
+def test_sampled_text_has_the_targets_law(temperature, shallow, forward, served):
     """Chi-square over the joint of the first three tokens, of 2,000 runs with drafts that are often accepted."""
-    engine, runs = engines(), 2000
+    engine, runs = shallow(), 2000
     sampling = Sampling(temperature=temperature, top_k=3)
     prompt = [17, 250, 33, 90]
 
@@ -275,7 +265,7 @@ def test_sampled_text_has_the_targets_law(temperature, engines, forward, served)
             marginal[depth - 1, path[depth]] += weight
     marginal[0, np.argsort(marginal[0])[-2]] = 0  # never drafted, so that some rounds accept nothing
     drafts = Fixed(jnp.log(jnp.asarray(marginal, jnp.float32)))
-    programs, limits = with_drafter(engine, drafts), Limits(max_new_tokens=3)
+    programs, limits = with_drafter(engine, drafts), Limits(max_new_tokens=3, prefill_chunk=len(prompt))
     result = served(engine, programs, [prompt] * runs, limits, sampling=sampling, seed=5, samples=range(runs))
     drawn, last = result.texts, result.last
     hits = np.append(last.counts.hits.sum(0), 0)
@@ -297,31 +287,32 @@ def test_sampled_text_has_the_targets_law(temperature, engines, forward, served)
     assert chi_square < freedom + 4 * np.sqrt(2 * freedom), (chi_square, freedom)
 
 
-def test_sampled_text_is_the_plain_sampled_text(engines, prompts):
+def test_sampled_text_is_the_plain_sampled_text(shallow, prompts):
     """Noise belongs to positions, so speculation does not even change the draw."""
-    sampling, limits = Sampling(temperature=1.0, top_p=0.9), Limits(max_new_tokens=12)
-    expected = texts(engines(), prompts, limits, sampling=sampling, seed=2)
-    assert texts(engines(), prompts, limits, Draft("ddtree", 16), sampling, seed=2) == expected
+    limits = Limits(max_new_tokens=12)
+    expected = texts(shallow(), prompts, limits, sampling=HOT, seed=2)
+    assert texts(shallow(), prompts, limits, Draft("ddtree", 16), HOT, seed=2) == expected
 
 
-def test_synthetic_acceptance_has_the_wanted_mean(engines, prompts, served):
-    engine = engines()
-    programs = engine.programs(Draft("ddtree", 16, synthetic=3.25))
-    last = served(engine, programs, prompts * 4, Limits(max_new_tokens=120)).last
+def test_synthetic_acceptance_has_the_wanted_mean(shallow, prompts, served):
+    engine = shallow()
+    programs = engine.programs(Draft("ddtree", 7, synthetic=3.25))
+    last = served(engine, programs, prompts * 2, Limits(max_new_tokens=120)).last
     rounds, hits = last.counts.rounds.sum(), last.counts.hits.sum(0)
     assert hits[:2].tolist() == [rounds, rounds]
     assert hits[3:].tolist() == [0] * 4
     assert 1 + hits.sum() / rounds == pytest.approx(3.25, abs=0.1)
 
 
-def test_the_compiled_rounds_never_leave_the_device_and_copy_no_cache(engines):
-    engine = engines()
+def test_the_compiled_rounds_never_leave_the_device_and_copy_no_cache(shallow):
+    engine = shallow()
     programs = engine.programs(Draft("ddtree", 7))
 
     def compiled(tiles):
         state = jax.eval_shape(lambda: programs.start(slots=3, pages=3 * tiles, capacity=64 * tiles))
         now = Dispatch(jax.ShapeDtypeStruct((3, tiles), jnp.int32), jax.ShapeDtypeStruct((3,), bool))
-        program = programs.decode(3, 8).lower(engine.parameters, state, now, jnp.int32(8)).compile()
+        parameters = {name: engine.parameters[name] for name in programs.needs}
+        program = programs.decode(3, 8).lower(parameters, state, now, jnp.int32(8)).compile()
         return program, state.cache[0].latent.shape, sum(x.size * 4 for x in jax.tree.leaves(state.cache))
 
     small, _, small_bytes = compiled(128)
@@ -339,8 +330,8 @@ def test_the_compiled_rounds_never_leave_the_device_and_copy_no_cache(engines):
     assert memory.alias_size_in_bytes > cache_bytes, "the state is donated"
 
 
-def test_drafting_without_a_drafter_is_refused(engines):
-    engine = dataclasses.replace(engines(), drafter=None)
+def test_drafting_without_a_drafter_is_refused(shallow):
+    engine = dataclasses.replace(shallow(), drafter=None)
     with pytest.raises(ValueError, match="needs a drafter"):
         engine.programs(Draft("chain", 5))
 
@@ -359,13 +350,13 @@ def test_a_drafter_without_a_depth_is_refused(depth):
         Speculation(drafter)
 
 
-def test_a_tree_deeper_than_its_drafter_says_is_refused(engines, prompts, served):
+def test_a_tree_deeper_than_its_drafter_says_is_refused(shallow, prompts, served):
     drafter = Fixed(jnp.zeros((3, 320)))
     drafter.max_depth = 2
     with pytest.raises(ValueError, match="drafter Fixed proposed a tree of depth 3, and its max_depth is 2"):
-        served(engines(), with_drafter(engines(), drafter), prompts, Limits(max_new_tokens=4))
+        served(shallow(), with_drafter(shallow(), drafter), prompts, Limits(max_new_tokens=4))
 
 
-def test_an_unknown_drafter_is_refused_with_those_that_are_known(engines):
+def test_an_unknown_drafter_is_refused_with_those_that_are_known(shallow):
     with pytest.raises(ValueError, match="speculation is 'lookup'; choose from none, chain, ddtree"):
-        engines().programs(Draft("lookup"))
+        shallow().programs(Draft("lookup"))

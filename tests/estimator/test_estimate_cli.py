@@ -141,11 +141,11 @@ def test_the_smallest_machine_of_each_card(main, capsys):
         (("recommend", "--mesh", "hgx-ib-8", "--batch", "9000"), "holds 9000 requests of 8192 tokens"),
         (("point", "--hit-rates", "missing.json"), "missing.json"),
         (
-            ("smallest", "--gpu", "h200", "--least-speed", "5000"),
+            ("smallest", "--gpu", "h200", "--least-speed", "5000", "--budgets", "0"),
             "no machine gives 1 user 5000 tokens/s: the fastest, ",
         ),
         (
-            ("smallest", "--gpu", "h200", "--least-speed", "1", "--batch", "900000"),
+            ("smallest", "--gpu", "h200", "--least-speed", "1", "--batch", "900000", "--budgets", "0"),
             "no machine holds 900000 requests of 8192",
         ),
         (("smallest", "--least-speed", "0"), "--least-speed is 0: "),

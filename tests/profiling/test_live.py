@@ -18,8 +18,8 @@ from meshes.presets import preset
 
 
 @pytest.fixture(scope="module")
-def machine_and_engine(engines):
-    return preset("local"), engines("local")
+def machine_and_engine(shallow):
+    return preset("local"), shallow()
 
 
 def test_rounds_are_timed_and_traced_by_part(machine_and_engine, tmp_path):
