@@ -90,6 +90,11 @@ def render(
     return prompt.ids()
 
 
+def placeholders(shown: Iterable[Shown], tokenizer: Tokenizer) -> list[int]:
+    """Token ids that stand for images or a video before a text that has no template."""
+    return _Prompt(tokenizer).shown(shown).ids()
+
+
 @dataclass(frozen=True)
 class ToolCall:
     """One tool call of a response.
@@ -300,6 +305,10 @@ class _Prompt:
             shown = self._look(part, where)
         except MediumError as error:
             raise MessageError(str(error)) from None
+        return self.shown(shown)
+
+    def shown(self, shown: Iterable[Shown]) -> _Prompt:
+        """Placeholders, as K2.6's template and its processor write them."""
         for each in shown:
             self.text(each.before).special("<|media_begin|>").text(each.kind).special("<|media_content|>")
             self._ids += [self._tokenizer.special_id("<|media_pad|>")] * each.tokens

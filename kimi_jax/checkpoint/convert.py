@@ -12,7 +12,7 @@ from kimi_jax.checkpoint import huggingface, writer
 from kimi_jax.checkpoint.huggingface import Counter, Progress
 from kimi_jax.checkpoint.plan import plan
 from kimi_jax.checkpoint.safetensors import open_checkpoint
-from kimi_jax.checkpoint.sharded.manifest import copyable_files, parts, read_json
+from kimi_jax.checkpoint.sharded.manifest import VISION_FOLDER, copyable_files, parts, read_json
 from kimi_jax.checkpoint.sharded.reader import Reader
 from kimi_jax.checkpoint.sharded.writer import Writer
 from kimi_jax.parallel.placement import SlotExperts
@@ -62,7 +62,9 @@ def to_orbax(
     count = Counter(progress, matched.read_bytes(process))
     extra_files = copyable_files(source)
     slots = range(num_experts) if slot_experts is None else slot_experts
-    with Writer(target, module, dtype=dtype, slot_experts=slots, extra_files=extra_files) as sharded:
+    with Writer(
+        target, module, dtype=dtype, slot_experts=slots, extra_files=extra_files, vision=matched.skipped
+    ) as sharded:
         for part, declarations in parts(module, dtype).items():
             needed = sorted((arrays[d.path] for d in declarations), key=lambda array: array.position())
             sharded.add(part, huggingface.read_arrays(needed, count, workers))
@@ -94,8 +96,17 @@ def to_huggingface(
     count = Counter(progress, sum(map(reader.local_bytes, everything)))
     extra_files = [path for path in copyable_files(source) if path.name != "config.json"]
     config_json = read_json(source / "config.json")
+    vision = source / VISION_FOLDER
+    copied = tuple(open_checkpoint(vision).values()) if vision.exists() else ()
     with writer.Writer(
-        target, module, config_json, config_prefix, dtype=dtype, num_experts=num_experts, extra_files=extra_files
+        target,
+        module,
+        config_json,
+        config_prefix,
+        dtype=dtype,
+        num_experts=num_experts,
+        extra_files=extra_files,
+        copied=copied,
     ) as layout:
         for declarations in grouped.values():
             for declaration in declarations:

@@ -21,13 +21,14 @@ from jax.typing import DTypeLike
 from kimi_jax import parameters as declared
 from kimi_jax import text_files
 from kimi_jax.checkpoint.errors import UNFINISHED_NAME, UNFINISHED_SUFFIX, CheckpointError
-from kimi_jax.checkpoint.safetensors import DTYPE_BYTES, INDEX_NAME, NUMPY_DTYPES, encode_header
+from kimi_jax.checkpoint.safetensors import DTYPE_BYTES, INDEX_NAME, NUMPY_DTYPES, Files, Tensor, encode_header
 from kimi_jax.parallel.placement import EMPTY, SlotExperts, slots_of_layer
 from kimi_jax.parameters import Declaration, Parameters
 from kimi_jax.quantization import CODES_PER_WORD, Int4Weight
 from kimi_jax.text_files import naming
 
 CONFIG_NAME = "config.json"
+COPIED_BYTES = 8 << 20
 SAFETENSORS_NAMES = {kind: name for name, kind in NUMPY_DTYPES.items()}
 
 
@@ -93,8 +94,11 @@ class Writer:
         num_experts: int,
         slot_experts: SlotExperts | None = None,
         extra_files: Iterable[Path] = (),
+        copied: Sequence[Tensor] = (),
     ):
+        """`copied` are tensors of another checkpoint that keep their names and bytes, in a shard of their own."""
         self._directory = self._partial = Path(directory)
+        self._copied = tuple(copied)
         self._prefix, self._num_experts = config_prefix, num_experts
         self._slot_experts: SlotExperts = range(num_experts) if slot_experts is None else slot_experts
         self._config_json, self._extra_files = config_json, tuple(extra_files)
@@ -117,7 +121,7 @@ class Writer:
                 if declaration.path[-1] == "packed":
                     group.append((_shape_key(key), "I32", (2,)))
         ordered = sorted(groups, key=lambda layer: math.inf if layer is None else layer)
-        count = len(ordered)
+        count = len(ordered) + bool(self._copied)
         return {
             f"model-{number:05d}-of-{count:06d}.safetensors": groups[layer] for number, layer in enumerate(ordered, 1)
         }
@@ -140,6 +144,13 @@ class Writer:
                 with naming(file), open(file, "xb") as stream:
                     stream.write(header)
                     stream.truncate(len(header) + body)
+        if self._copied:
+            count = len(self._shards) + 1
+            name = f"model-{count:05d}-of-{count:06d}.safetensors"
+            weight_map |= {tensor.name: name for tensor in self._copied}
+            total += sum(tensor.nbytes for tensor in self._copied)
+            if jax.process_index() == 0:
+                copy_tensors(self._copied, self._partial / name)
         self._index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         barrier("checkpoint created")
         return self
@@ -197,6 +208,19 @@ class Writer:
         last = {INDEX_NAME: self._index, CONFIG_NAME: self._config_json}
         texts = {name: json.dumps(content, indent=2, sort_keys=True) for name, content in last.items()}
         publish(self._partial, self._directory, texts)
+
+
+def copy_tensors(tensors: Sequence[Tensor], file: Path) -> None:
+    """Writes a new file of tensors with the bytes that others have, a few MiB in memory at a time."""
+    header, offsets = encode_header([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors])
+    with Files() as files, naming(file), open(file, "xb", buffering=0) as stream:
+        _write_all(stream.fileno(), np.frombuffer(header, np.uint8), 0)
+        for tensor in tensors:
+            for first in range(0, tensor.nbytes, COPIED_BYTES):
+                piece = np.empty(min(COPIED_BYTES, tensor.nbytes - first), np.uint8)
+                files.read_into(tensor, first, piece)
+                _write_all(stream.fileno(), piece, offsets[tensor.name] + first)
+        os.fsync(stream.fileno())
 
 
 def _shape_key(packed_key: str) -> str:

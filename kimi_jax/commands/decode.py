@@ -17,7 +17,17 @@ import tyro
 from rich.console import Console
 
 from kimi_jax import tables
-from kimi_jax.commands.options import Count, Flag, Json, OptionalFile, OptionalFolder, SpeculationOptions, option, parse
+from kimi_jax.commands.options import (
+    Count,
+    Flag,
+    Images,
+    Json,
+    OptionalFile,
+    OptionalFolder,
+    SpeculationOptions,
+    option,
+    parse,
+)
 from kimi_jax.commands.progress import bar_on, open_engine
 from kimi_jax.generation_defaults import SAMPLING_FIELDS, new_tokens, sampling_fields
 from kimi_jax.opening import BUNDLED_CHECKPOINT, Opened
@@ -49,7 +59,7 @@ class Options(SpeculationOptions):
     file: OptionalFile = None
     """Prompts from a file: one a line, or with the ending .jsonl one {"messages": […], "tools": […]} or
     {"prompt": "…"} a line, which may set id, max_tokens, temperature, top_p, top_k, min_p, seed and stop of its own."""
-    image: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction, option("FILE")] = ()
+    image: Images = ()
     """Image that the prompts among the arguments are about; given again for several. A .jsonl file has images as parts
     of messages: {"type": "image_url", "image_url": {"url": "data:…"}} or {"type": "image", "image": "FILE"}."""
     fetch_images: Flag = False

@@ -26,6 +26,7 @@ from kimi_jax.commands.options import (
     EngineOptions,
     Files,
     Flag,
+    Images,
     Json,
     OptionalFile,
     OptionalFolder,
@@ -45,6 +46,7 @@ from meshes.devices import simulate, use_cpu_if_no_gpu
 if TYPE_CHECKING:
     from kimi_jax.decoding.engine import Engine
     from kimi_jax.evaluation.tasks import FamilyScore
+    from kimi_jax.vision.media import Medium
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,8 @@ class LogitsOptions(EngineOptions):
     """JSON file: a list of id lists of equal length."""
     output: Path
     """NPZ file to write: one array `logits` [sequences, tokens, vocabulary]."""
+    image: Images = ()
+    """Image that the placeholders of every list are about; given again for several, in their order."""
 
 
 def run_logits(options: LogitsOptions) -> None:
@@ -70,7 +74,8 @@ def run_logits(options: LogitsOptions) -> None:
     sequences = read_ids(options.input_ids, opened.engine.config.vocab_size)
     with bar_on(status) as bar:
         task = bar.add_task("tokens", total=len(sequences[0]))
-        values = logits(opened.engine, sequences, lambda done, total: bar.update(task, completed=done))
+        media = pictures(opened.engine, options.image)[0]
+        values = logits(opened.engine, sequences, lambda done, total: bar.update(task, completed=done), media)
     if processes.this().prints:
         with whole_file(options.output) as stream:
             np.savez(stream, logits=values)
@@ -288,6 +293,8 @@ class CompareOptions(EngineOptions):
     """Tokens of each text at most."""
     batch: int = 8
     """Texts run together, spread over dp and ep."""
+    image: Images = ()
+    """Image that stands before every text; given again for several."""
     tolerance: float = 1e-4
     """Relative difference of a layer's output beyond which it counts as different."""
     scratch: OptionalFolder = None
@@ -309,12 +316,13 @@ def run_compare(options: CompareOptions) -> None:
 
         from kimi_jax.evaluation.compare import compare, record
 
-        sequences = texts_of(options, opened.engine)
+        media, before = pictures(opened.engine, options.image)
+        sequences = [before + ids for ids in texts_of(options, opened.engine)]
         count = sum(map(len, sequences))
         with bar_on(status) as bar:
             task = bar.add_task("first", total=count)
             recording = record(
-                opened.engine, sequences, Path(scratch), batch=options.batch,
+                opened.engine, sequences, Path(scratch), batch=options.batch, media=media,
                 progress=lambda done: bar.advance(task, done),
             )  # fmt: skip
         first_run = provenance(opened)
@@ -355,6 +363,21 @@ def run_compare(options: CompareOptions) -> None:
             right("layer", "mean", "largest", "text", "token"), layers,
         ),
     )  # fmt: skip
+
+
+def pictures(engine: "Engine", files: Sequence[Path]) -> "tuple[list[Medium], list[int]]":
+    """Images as the tower takes them, and the ids that stand for them in a prompt."""
+    if not files:
+        return [], []
+    from kimi_jax.chat import placeholders
+    from kimi_jax.decoding.conversation import album_of
+    from kimi_jax.vision.media import NO_TOWER, MediumError
+
+    album = album_of(engine)
+    if album is None:
+        raise MediumError(NO_TOWER)
+    shown = [each for file in files for each in album.look({"type": "image", "image": file}, str(file))]
+    return album.media, placeholders(shown, engine.tokenizer)
 
 
 def texts_of(options: CompareOptions, engine: "Engine") -> list[list[int]]:

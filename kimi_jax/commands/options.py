@@ -58,6 +58,7 @@ Batch = Annotated[int, tyro.conf.arg(metavar="N", aliases=["--concurrency"])]
 """Requests together in the whole machine."""
 Batches = Annotated[tuple[int, ...], tyro.conf.arg(metavar="N ...", aliases=["--concurrencies"])]
 Flag = Annotated[bool, option()]
+Images = Annotated[tuple[Path, ...], tyro.conf.UseAppendAction, option("FILE")]
 Json = Annotated[bool, option(help="Print one JSON object instead of text and tables.")]
 Wide = Annotated[bool, option(help="Tables with all their columns, for more than 80 columns of text.")]
 NoCache = Annotated[

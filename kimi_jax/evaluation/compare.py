@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 from kimi_jax.decoding.engine import Engine
 from kimi_jax.decoding.forcing import force, logits_of
 from kimi_jax.model.transformer import CausalLM, Output
+from kimi_jax.vision.media import Medium
 
 ROWS = 128
 """Rows of a step: bounds what leaves the devices at once."""
@@ -31,14 +32,15 @@ def _all_of(
 
 
 def _rows(
-    engine: Engine, sequences: Sequence[Sequence[int]], batch: int
+    engine: Engine, sequences: Sequence[Sequence[int]], media: Sequence[Medium], batch: int
 ) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
     """(Sequence, first position, logits [rows, vocab], residual streams [rows, layers, hidden]), float32."""
     layers = tuple(range(engine.config.num_hidden_layers))
     longest = max(map(len, sequences))
     for first in range(0, len(sequences), batch):
         part = sequences[first : first + batch]
-        for chunk in force(engine, _all_of, part, requests=batch, length=longest, chunk=ROWS, tap_layers=layers):
+        shape: dict[str, Any] = {"requests": batch, "length": longest, "chunk": ROWS, "tap_layers": layers}
+        for chunk in force(engine, _all_of, part, media=[media] * len(part), **shape):
             logits, streams = chunk.values
             for row, count in enumerate(chunk.counts):
                 if count:
@@ -54,6 +56,8 @@ class Recording:
     """[tokens of all sequences, vocabulary], float32, on disk."""
     streams: np.ndarray
     """[tokens of all sequences, layers, hidden size], float32, on disk."""
+    media: Sequence[Medium] = ()
+    """Images of each sequence."""
 
     def place(self, sequence: int, position: int) -> int:
         """Row of a token."""
@@ -67,12 +71,15 @@ def record(
     *,
     batch: int = 1,
     progress: Callable[[int], None] | None = None,
+    media: Sequence[Medium] = (),
 ) -> Recording:
     """Runs the sequences and keeps everything in an existing, empty folder.
 
-    `progress` is told of tokens as they are done, by numbers of them.
+    `progress` is told of tokens as they are done, by numbers of them. `media` are the images of each sequence, for the
+    placeholders among its ids.
 
     Raises:
+      MediumError: images that do not fit the placeholders.
       ValueError: the disk has no room; sequences that the model cannot take.
     """
     config, tokens = engine.config, sum(map(len, sequences))
@@ -87,8 +94,8 @@ def record(
         name: np.lib.format.open_memmap(directory / f"{name}.npy", mode="w+", dtype=np.float32, shape=shape)
         for name, shape in shapes.items()
     }
-    recording = Recording([list(ids) for ids in sequences], files["logits"], files["streams"])
-    for sequence, position, logits, streams in _rows(engine, sequences, batch):
+    recording = Recording([list(ids) for ids in sequences], files["logits"], files["streams"], media)
+    for sequence, position, logits, streams in _rows(engine, sequences, media, batch):
         place = recording.place(sequence, position)
         recording.logits[place : place + len(logits)] = logits
         recording.streams[place : place + len(logits)] = streams
@@ -153,7 +160,7 @@ def compare(
     layers = [LayerDifference() for _ in range(config.num_hidden_layers)]
     tokens = agree = 0
     divergence = most_divergent = largest = 0.0
-    for sequence, position, logits, streams in _rows(engine, first.sequences, batch):
+    for sequence, position, logits, streams in _rows(engine, first.sequences, first.media, batch):
         count = len(logits)
         rows = slice(first.place(sequence, position), first.place(sequence, position) + count)
         p, q = _log_softmax(first.logits[rows]), _log_softmax(logits)

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from kimi_jax.decoding.engine import Engine
 from kimi_jax.decoding.forcing import force, logits_of
 from kimi_jax.text_files import read_text
+from kimi_jax.vision.media import Medium
 
 
 class InputError(ValueError):
@@ -39,12 +40,19 @@ def read_ids(path: Path, vocab_size: int) -> list[list[int]]:
 
 
 def logits(
-    engine: Engine, sequences: Sequence[Sequence[int]], progress: Callable[[int, int], None] | None = None
+    engine: Engine,
+    sequences: Sequence[Sequence[int]],
+    progress: Callable[[int, int], None] | None = None,
+    media: Sequence[Medium] = (),
 ) -> Float[np.ndarray, "sequences tokens vocab"]:
-    """Float32 logits of every position. Sequences have equal lengths; chunks of them run one after the other."""
+    """Float32 logits of every position. Sequences have equal lengths; chunks of them run one after the other.
+
+    `media` are the images of each sequence, for the placeholders among its ids. Raises MediumError where they do not
+    fit.
+    """
     length = len(sequences[0])
     parts = []
-    for chunk in force(engine, logits_of, sequences):
+    for chunk in force(engine, logits_of, sequences, media=[media] * len(sequences)):
         parts.append(chunk.values[:, : chunk.counts[0]])
         if progress:
             progress(chunk.first + chunk.counts[0], length)

@@ -22,6 +22,8 @@ FORMAT, VERSION = "kimi_jax.orbax", 1
 MANIFEST_NAME = "manifest.json"
 VISION_FOLDER = "vision"
 """Where tower and projector are, as safetensors: no device has only a part of them."""
+FOLDERS = ("parts", VISION_FOLDER)
+"""What holds weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Manifest:
     dtype: str
     """Type of the weights that have none of their own."""
     files: Mapping[str, int]
-    """Bytes of each file below `parts`."""
+    """Bytes of each file of `FOLDERS`."""
 
 
 def is_sharded(directory: str | Path) -> bool:
@@ -134,8 +136,8 @@ def open_array(folder: Path, name: str) -> Any:
 
 
 def part_sizes(directory: Path) -> dict[str, int]:
-    """Bytes of every file below `parts`."""
-    files = (path for path in (directory / "parts").rglob("*") if path.is_file())
+    """Bytes of every file of `FOLDERS`."""
+    files = (path for folder in FOLDERS for path in (directory / folder).rglob("*") if path.is_file())
     return {str(path.relative_to(directory)): path.stat().st_size for path in sorted(files)}
 
 

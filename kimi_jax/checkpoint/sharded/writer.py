@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -17,10 +17,12 @@ from jax.typing import DTypeLike
 from kimi_jax import parameters as declared
 from kimi_jax import text_files
 from kimi_jax.checkpoint.errors import CheckpointError
+from kimi_jax.checkpoint.safetensors import SINGLE_NAME, Tensor
 from kimi_jax.checkpoint.sharded.manifest import (
     FORMAT,
     MANIFEST_NAME,
     VERSION,
+    VISION_FOLDER,
     Stored,
     array_name,
     chunk_key,
@@ -29,7 +31,7 @@ from kimi_jax.checkpoint.sharded.manifest import (
     parts,
     same_or_by_layer,
 )
-from kimi_jax.checkpoint.writer import CONFIG_NAME, barrier, leaf, prepare, publish
+from kimi_jax.checkpoint.writer import CONFIG_NAME, barrier, copy_tensors, leaf, prepare, publish
 from kimi_jax.parallel.placement import SlotExperts
 from kimi_jax.parameters import Parameters
 
@@ -66,7 +68,7 @@ class Writer:
     """A sharded checkpoint being written part by part, for parameters that are never in memory all at once.
 
     Arguments as for `save`. All parts are given to `add` within the `with` block; leaving it without an error writes
-    the manifest and completes the folder.
+    the manifest and completes the folder. `vision` are tower and projector of another checkpoint, copied as they are.
     """
 
     def __init__(
@@ -77,8 +79,9 @@ class Writer:
         dtype: DTypeLike,
         slot_experts: SlotExperts,
         extra_files: Iterable[Path] = (),
+        vision: Sequence[Tensor] = (),
     ):
-        self._directory, self._extra_files = Path(directory), tuple(extra_files)
+        self._directory, self._extra_files, self._vision = Path(directory), tuple(extra_files), tuple(vision)
         self._missing = parts(module, dtype)
         self._dtype, self._slot_experts = np.dtype(dtype).name, same_or_by_layer(slot_experts)
         self._arrays: dict[str, Stored] = {}
@@ -88,6 +91,9 @@ class Writer:
         if jax.process_index() == 0:
             self._config = {path.name: path.read_text() for path in self._extra_files if path.name == CONFIG_NAME}
         self._partial = prepare(self._directory, self._extra_files)
+        if self._vision and jax.process_index() == 0:
+            (self._partial / VISION_FOLDER).mkdir()
+            copy_tensors(self._vision, self._partial / VISION_FOLDER / SINGLE_NAME)
         return self
 
     def add(self, part: str, arrays: Mapping[declared.Path, jax.Array]) -> None:
