@@ -11,7 +11,7 @@ from kimi_jax.decoding.rebalance import Rebalancer
 from kimi_jax.decoding.session import Ran, Session
 from kimi_jax.decoding.state import Snapshot
 from kimi_jax.serving.events import Event, Seen
-from kimi_jax.serving.plan import Plan, Request
+from kimi_jax.serving.plan import Admission, Plan, Request
 from kimi_jax.serving.scheduler import Scheduler
 from kimi_jax.serving.transport import Receiver, Sender
 
@@ -43,6 +43,8 @@ class Queue:
         """Rounds in which somebody's text went on."""
         self.slot_rounds = 0
         """Slots whose texts did, added up over the rounds."""
+        self.admitted: Callable[[Admission], None] = lambda admission: None
+        """Told of every request that gets a slot, when the dispatch is sent that it begins with."""
         self._automatic, self._rebalancer, self._beat, self._link = automatic, rebalancer, beat, link
         self._flying: collections.deque[Ran] = collections.deque()
         self._under_way: dict[str, None] = {}
@@ -83,6 +85,8 @@ class Queue:
         if plan is not None:
             self._tell(rows=rows, plan=plan.to_json())
             self._flying.append(self.session.run(plan, rows))
+            for admission in plan.admissions:
+                self.admitted(admission)
         if self._flying and (plan is None or len(self._flying) > self.session.shape.ahead):
             return self._read(self._flying.popleft())
         return []

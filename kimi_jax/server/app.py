@@ -177,7 +177,13 @@ class _Answer(Response):
     @property
     def usage(self) -> Usage:
         """Tokens so far."""
-        return Usage(self.prepared.prompt_tokens, sum(choice.tokens for choice in self.prepared.choices))
+        firsts = self.prepared.requests[:: self.prepared.n]
+        prompt, cached = sum(len(each.ids) for each in firsts), self.mailbox.cached
+        return Usage(
+            prompt,
+            sum(choice.tokens for choice in self.prepared.choices),
+            sum(cached.get(each.id, 0) for each in firsts),
+        )
 
     def close(self) -> None:
         """Ends what has not ended; whatever happens, this is called."""

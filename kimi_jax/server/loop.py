@@ -11,7 +11,7 @@ from kimi_jax.decoding.state import Snapshot
 from kimi_jax.server.errors import ApiError
 from kimi_jax.server.mailbox import Mailbox, News, Told
 from kimi_jax.serving.events import Event
-from kimi_jax.serving.plan import Request
+from kimi_jax.serving.plan import Admission, Request
 from kimi_jax.serving.scheduler import Scheduler
 
 RETRY_SECONDS = 1
@@ -24,6 +24,9 @@ REST_SECONDS = 5
 
 class RequestQueue(Protocol):
     """What the loop needs of an engine; `decoding.queue.Queue` is one."""
+
+    admitted: Callable[[Admission], None]
+    """Told of every request that gets a slot."""
 
     @property
     def scheduler(self) -> Scheduler:
@@ -173,6 +176,7 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             self.queue = self._open_queue()
+            self.queue.admitted = self._admitted
             self._on_the_event_loop(self._is_open)
             try:
                 self._serve(self.queue)
@@ -202,6 +206,11 @@ class EngineLoop:
                 news += [self._news(event, snapshot) for event, snapshot in queue.step()]
             if news:
                 self._on_the_event_loop(self._deliver, news)
+
+    def _admitted(self, admission: Admission) -> None:
+        self._listener.admitted(admission.id)
+        if (mailbox := self._mailboxes.get(admission.id)) is not None:
+            mailbox.cached.setdefault(admission.id, admission.cached)
 
     def _submit(self, queue: RequestQueue, request: Request) -> list[News]:
         self._listener.submitted(request)

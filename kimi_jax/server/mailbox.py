@@ -38,6 +38,8 @@ class Mailbox:
         self.requests = {request.id: request for request in requests}
         self.open = {id: index for index, id in enumerate(self.requests)}
         """Requests that have not ended, with their numbers."""
+        self.cached: dict[str, int] = {}
+        """Tokens of each request's prompt that were in the cache when it got its slot."""
         self.failure: Exception | None = None
         """Why nothing more will come."""
         self._news: list[tuple[int, News]] = []

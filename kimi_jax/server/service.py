@@ -33,8 +33,8 @@ class Prepared:
     echoes: Sequence[Echo | None]
     """What each choice's text begins with."""
     form: Form
-    prompt_tokens: int
-    """Of all prompts, each counted once."""
+    n: int
+    """Choices of each prompt, which stand together."""
     stream: bool
     include_usage: bool
 
@@ -199,8 +199,7 @@ class Service:
                 each = each if echo is None else dataclasses.replace(each, prompt_logprobs=form.logprobs)
                 requests.append(Request(f"{form.id}-{self.number()}", tuple(ids), most, each))
                 told.append(echo)
-        prompt_tokens = sum(map(len, prompts))
-        return Prepared(requests, choices, told, form, prompt_tokens, body.stream, body.include_usage)
+        return Prepared(requests, choices, told, form, body.n, body.stream, body.include_usage)
 
     def _check_room(self, prompt: int, most: int) -> None:
         if prompt + most > self.capacity:

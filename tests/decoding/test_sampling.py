@@ -1,5 +1,6 @@
 """The sampler's law against the exact distribution, its filters against a plain definition."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -123,6 +124,10 @@ def test_every_bit_of_a_seed_and_the_sample_number_count():
     keys = request_keys([*seeds, *seeds], [0] * len(seeds) + [1] * len(seeds))
     assert len({tuple(key) for key in keys.tolist()}) == 2 * len(seeds)
     assert request_keys([1 << 33], [1]).tolist() == [keys[len(seeds) + 4].tolist()], "alone or among others"
+    halves = np.array([(seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF) for seed in seeds], np.uint32)
+    samples = np.array([0, 1, 2, 3, 7, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 2, (1 << 32) - 1], np.uint32)
+    folded = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(halves, impl="threefry2x32"), samples)
+    np.testing.assert_array_equal(request_keys(seeds, samples.tolist()), jax.random.key_data(folded))
 
 
 @pytest.mark.parametrize("seed", [1 << 63, -(1 << 63) - 1, 1.0, "1", None])

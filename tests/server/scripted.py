@@ -37,10 +37,13 @@ def logprob_of(position: int) -> float:
 class ScriptedQueue:
     """Writes a script's tokens, up to three a round; behind its end it goes on with the last one."""
 
-    def __init__(self, script: Script, seconds: float = 0.0, shape: Shape = SHAPE, fails_at: int | None = None):
-        self.scheduler = Scheduler(shape)
+    def __init__(self, script: Script, seconds: float = 0.0, shape: Shape = SHAPE, fails_at: int | None = None,
+        prefix_cache: bool = False,
+    ):  # fmt: skip
+        self.scheduler = Scheduler(shape, prefix_cache=prefix_cache)
         self.script, self.seconds, self.fails_at = script, seconds, fails_at
         self.steps, self.most_at_once = 0, 0
+        self.admitted = lambda admission: None
         self._requests: dict[str, Request] = {}
         self._at: dict[int, tuple[Request, int]] = {}
 
@@ -73,6 +76,7 @@ class ScriptedQueue:
         self.most_at_once = max(self.most_at_once, self.scheduler.occupied)
         for admission in plan.admissions:
             self._at[admission.slot] = self._requests[admission.id], admission.emitted
+            self.admitted(admission)
         wanted = {lane.slot: 1 for lane in plan.lanes if lane.last}
         wanted |= {slot: plan.rounds * (1 + self.scheduler.shape.depth) for slot in plan.active}
         seen, told = {}, {}
@@ -187,13 +191,13 @@ def running(app: App, drain_seconds: float = 30) -> Iterator[Running]:
 @contextlib.contextmanager
 def scripted(
     tokenizer, script: Script, *, seconds: float = 0.0, waiting: int = 64, fails_at: int | None = None,
-    limits: HttpLimits | None = None, drain_seconds: float = 30, **how: Any,
+    limits: HttpLimits | None = None, drain_seconds: float = 30, prefix_cache: bool = False, **how: Any,
 ) -> Iterator[Running]:  # fmt: skip
     """The server on a scripted engine."""
     stop_ids = tuple(tokenizer.special_id(name) for name in ("<|im_end|>", "[EOS]"))
     told = Service("m", tokenizer, stop_ids, tokenizer.vocab_size, SHAPE.capacity, {})
     metrics = Metrics("m")
-    open_queue = lambda: ScriptedQueue(script, seconds, fails_at=fails_at)  # noqa: E731
+    open_queue = lambda: ScriptedQueue(script, seconds, fails_at=fails_at, prefix_cache=prefix_cache)  # noqa: E731
     loop = EngineLoop(open_queue, SHAPE.slots + waiting, metrics)
     app = App(told, loop, metrics, limits=limits or HttpLimits(), **how)
     with running(app, drain_seconds) as server:

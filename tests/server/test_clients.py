@@ -277,7 +277,20 @@ def test_figures_add_up(tokenizer, letters):
         assert found["vllm:inter_token_latency_seconds_count",] == 33
         assert found["vllm:e2e_request_latency_seconds_count",] == 3
         assert found["vllm:num_requests_running",] == found["vllm:num_requests_waiting",] == 0
+        assert found["vllm:request_queue_time_seconds_count",] == 3
         assert found["vllm:kv_cache_usage_perc",] == 0
+
+
+def test_tokens_that_were_cached_are_told(tokenizer, letters):
+    prompt = "once upon a time " * 20
+    count = len(tokenizer.encode(prompt))
+    with scripted(tokenizer, letters, prefix_cache=True) as server:
+        first, second = (ask(server, [prompt, prompt[:-9]], n=2).json["usage"] for _ in range(2))
+        assert second["prompt_tokens"] == first["prompt_tokens"] < 2 * count
+        page = SHAPE.page_tokens
+        cached = second["prompt_tokens_details"]["cached_tokens"]
+        assert cached == sum((len(tokenizer.encode(each)) - 1) // page * page for each in (prompt, prompt[:-9])) > 0
+        assert figures(server)["vllm:prefix_cache_hits_total",] >= cached
 
 
 def test_a_crowd_that_comes_and_goes_leaves_nothing_behind(tokenizer, letters):
