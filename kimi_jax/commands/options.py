@@ -132,12 +132,23 @@ class EngineOptions(CheckpointOptions):
         """Whether compiled programs are kept for later runs, and those of earlier ones used."""
         return not self.no_cache
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether prompts that begin alike share what they have in common."""
+        return True
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrafterOptions(EngineOptions):
     """A checkpoint and its drafter."""
 
     drafter: Drafter = None
+    no_prefix_cache: Annotated[bool, option(help="Run every prompt from its first token, also where one before it "
+                                                 "begins alike.")] = False  # fmt: skip
+
+    @property
+    def shares_prefixes(self) -> bool:
+        return not self.no_prefix_cache
 
     def known_drafter(self, console: Console) -> Path | None:
         """The drafter that was named or the bundled checkpoint's own; where there is none, the console is told."""

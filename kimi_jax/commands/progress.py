@@ -76,7 +76,8 @@ def open_engine(options: EngineOptions, console: Console, drafter: Path | None =
             machine, options.checkpoint, drafter, dtype=options.dtype, placement=options.placement,
             workers=options.workers, num_processes=process.count, listener=listener,
         )  # fmt: skip
-    return dataclasses.replace(opened, engine=dataclasses.replace(opened.engine, watchdog=listener.watchdog))
+    told = {"watchdog": listener.watchdog, "prefix_cache": options.shares_prefixes}
+    return dataclasses.replace(opened, engine=dataclasses.replace(opened.engine, **told))
 
 
 def on_disk(checkpoint: Path, console: Console, *, outline: bool = False) -> Path:

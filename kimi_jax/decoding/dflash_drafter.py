@@ -13,6 +13,7 @@ from kimi_jax.ddtree.tree import DraftTree, build_lattice, chain, greedy_path, t
 from kimi_jax.decoding.sampling import only_known
 from kimi_jax.decoding.speculation import root_only
 from kimi_jax.decoding.state import DecodeState
+from kimi_jax.drafter import context
 from kimi_jax.drafter.context import CONTEXT, Context, empty_context
 from kimi_jax.drafter.dflash import DFlash, stack_taps
 from kimi_jax.model.transformer import CausalLM
@@ -42,16 +43,17 @@ class DFlashContext:
         config = dataclasses.replace(config, draft_window=min(config.draft_window, capacity))
         return empty_context(config, slots, dtype, self.tp)
 
-    def extend(
-        self,
-        context: Context,
-        taps: list[Array],
-        starts: Int[Array, " requests"],
-        counts: Int[Array, " requests"],
-        slots: Int[Array, " requests"] | None = None,
-    ) -> Context:
-        """Fuses the taps and writes their keys and values into the rings."""
-        return self.module.extend_context(context, stack_taps(taps), starts, counts, slots)
+    def empty_pages(self, pages: int, page_tokens: int, dtype: DTypeLike) -> Context:
+        """Keys and values of all positions of so many pages."""
+        return empty_context(self.module.config, pages, dtype, self.tp, rows=page_tokens)
+
+    def rows(self, taps: list[Array], starts: Int[Array, " requests"]) -> Context:
+        """Fuses the taps and computes their keys and values."""
+        return self.module.context_rows(stack_taps(taps), starts)
+
+    write = staticmethod(context.write)
+    keep = staticmethod(context.keep)
+    restore = staticmethod(context.restore)
 
 
 @dataclasses.dataclass(frozen=True)

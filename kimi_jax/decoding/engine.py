@@ -49,6 +49,7 @@ from kimi_jax.parallel.processes import Watchdog, coordinator_host
 from kimi_jax.parallel.sharding import rules
 from kimi_jax.parameters import Parameters, Rules
 from kimi_jax.serving.plan import Shape
+from kimi_jax.serving.prefix import any_share_a_page
 from kimi_jax.serving.transport import Receiver, Sender, connect
 from kimi_jax.tokenizer import Tokenizer
 from kimi_jax.vision.encoder import Encoder
@@ -89,6 +90,8 @@ class Engine:
     """What rounds cost on the machine that simulated devices stand for; None for real devices, which are measured."""
     vision: VisionModel | None = None
     """Tower and projector; then their weights are `vision` among the parameters."""
+    prefix_cache: bool = True
+    """Prompts that begin alike share the pages of what they have in common, and its tokens are run once."""
 
     @property
     def rules(self) -> Rules:
@@ -248,14 +251,14 @@ class Engine:
             has, a seed that does not fit 64 bits, or processes with other arguments than process 0, which it names.
           NonFiniteLogitsError: at the end, naming the requests and the positions.
         """
-        ways = (self.layout, np.dtype(self.dtype).name, limits, draft, slots)
+        ways = (self.layout, np.dtype(self.dtype).name, self.prefix_cache, limits, draft, slots)
         require_agreement("prompts or options", (requests, *ways))
         prompts, most = [each.ids for each in requests], [each.max_new_tokens for each in requests]
         check_prompts(prompts, self.config.vocab_size, self.config.max_position_embeddings, most)
         longest = max(map(len, prompts))
         programs, automatic = self.begin(draft, min(slots or len(requests), len(requests)), longest, max(most))
         shape = shape_of(programs, [*map(len, prompts)], most, limits, slots, self._fit(programs))
-        yield from generate(self._queue(programs, shape, automatic), requests, self.stop_ids, ended)
+        yield from generate(self._queue(programs, shape, automatic, prompts), requests, self.stop_ids, ended)
 
     def score(
         self, windows: Sequence[Window], slots: int | None = None, limits: Limits = DEFAULT_LIMITS
@@ -271,14 +274,15 @@ class Engine:
           ValueError: an empty window, targets that do not follow its rows, ids outside the vocabulary, more rows than
             the model has positions, or log-probabilities that are not finite, at the end.
         """
-        require_agreement("windows or options", (windows, self.layout, np.dtype(self.dtype).name, limits, slots))
+        ways = (self.layout, np.dtype(self.dtype).name, self.prefix_cache, limits, slots)
+        require_agreement("windows or options", (windows, *ways))
         lengths, nothing = [len(window.inputs) for window in windows], [0] * len(windows)
         check_prompts([each.inputs for each in windows], self.config.vocab_size,
                       self.config.max_position_embeddings, nothing)  # fmt: skip
         check_windows(windows, self.config.vocab_size)
         programs = self.programs()
         shape = shape_of(programs, lengths, nothing, limits, slots, self._fit(programs))
-        yield from score(self._queue(programs, shape, None), windows)
+        yield from score(self._queue(programs, shape, None, [each.inputs for each in windows]), windows)
 
     def queue(
         self,
@@ -313,16 +317,24 @@ class Engine:
         link = None
         if jax.process_count() > 1:
             link = connect(jax.process_index(), jax.process_count(), coordinator_host(), bytes_of_process_0)
-        return self._queue(programs, shape, automatic, link)
+        return self._queue(programs, shape, automatic, link=link)
 
     def _fit(self, programs: Programs) -> PagesThatFit:
         return functools.partial(pages_that_fit, self, programs)
 
     def _queue(
-        self, programs: Programs, shape: Shape, automatic: AutomaticBudget | None, link: Sender | Receiver | None = None
+        self,
+        programs: Programs,
+        shape: Shape,
+        automatic: AutomaticBudget | None,
+        prompts: Sequence[Sequence[int]] | None = None,
+        link: Sender | Receiver | None = None,
     ) -> Queue:
+        """Empty slots; pages are kept for others where prompts that are all known have some in common, or may have."""
         beat = (lambda: None) if self.watchdog is None else self.watchdog.beat
-        return Queue(Session(programs, self.parameters, shape, self.encoder), automatic, self.rebalancer, beat, link)
+        shares = self.prefix_cache and (prompts is None or any_share_a_page(prompts, shape.page_tokens))
+        session = Session(programs, self.parameters, shape, self.encoder, shares)
+        return Queue(session, automatic, self.rebalancer, beat, link)
 
     @property
     def default_draft(self) -> Draft:

@@ -57,6 +57,12 @@ class Counts:
     """Slots whose texts they went on with, added up over the rounds."""
     seen: dict[tuple[str, int], np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
     """What the last dispatch told of each request."""
+    prompt_tokens: int = 0
+    """Of the prompts that came into slots; after a preemption again, with what there was of the answer."""
+    reused_tokens: int = 0
+    """Those of them that were not run, because pages held them already."""
+    drafter_misses: int = 0
+    """Those of them that pages held and that were run all the same, for a drafter that cannot go on from pages."""
     exchanges: int | None = None
     """Exchanges through bounded buffers; None where there are none."""
     overflows: int | None = None
@@ -264,6 +270,8 @@ def generate(
             if events:
                 snapshot = events[-1][1]
                 counts.rounds_run, counts.slot_rounds = queue.rounds, queue.slot_rounds
+                for name in ("prompt_tokens", "reused_tokens", "drafter_misses"):
+                    setattr(counts, name, getattr(queue.scheduler, name))
                 if queue.session.programs.exchange_may_overflow:
                     counts.exchanges, counts.overflows = int(snapshot.exchanges[0]), int(snapshot.overflows[0])
                 yield Progress(new, list(finished), time.perf_counter() - started, counts, failed)

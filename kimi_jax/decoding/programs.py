@@ -25,6 +25,7 @@ from kimi_jax.decoding.state import (
     DecodeState,
     Dispatch,
     Fresh,
+    Hits,
     Lanes,
     Top,
     admit,
@@ -128,7 +129,8 @@ class Programs:
         """How a state lies on the mesh, as the beginnings of its tree."""
         places: dict[str, Any] = {field.name: REQUESTS for field in dataclasses.fields(DecodeState)}
         places["cache"] = cache_spec(self.rules)
-        places["context"] = None if self.speculation.context is None else self.speculation.context.spec
+        context = None if self.speculation.context is None else self.speculation.context.spec
+        places |= {"context": context, "context_pages": context}
         places["hits"] = REQUESTS if self.speculation.max_depth else None
         places["now"] = None
         counters: dict[str, Any] = {
@@ -149,12 +151,13 @@ class Programs:
 
     @functools.cached_property
     def start(self) -> Callable[..., DecodeState]:
-        """`start(slots=…, pages=…, capacity=…)`: the state with nobody in it.
+        """`start(slots=…, pages=…, capacity=…, shared=…)`: the state with nobody in it.
 
-        Slots and pages count all device groups; no text is longer than `capacity` tokens.
+        Slots and pages count all device groups; no text is longer than `capacity` tokens. Where pages are `shared`
+        among prompts, the drafter's context is kept by pages too.
         """
 
-        def start(*, slots: int, pages: int, capacity: int) -> DecodeState:
+        def start(*, slots: int, pages: int, capacity: int, shared: bool = False) -> DecodeState:
             return initial_state(
                 self.model.config,
                 slots=slots,
@@ -165,15 +168,24 @@ class Programs:
                 cache_axis=cache_axis(self.rules),
                 cache_ranks=self.page_tokens // PAGE,
                 counters=self._no_counts(),
+                context_pages=self.speculation.empty_pages(pages, self.page_tokens, self.dtype) if shared else None,
             )
 
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.state_specs)
-        return jax.jit(start, static_argnames=("slots", "pages", "capacity"), out_shardings=shardings)
+        return jax.jit(start, static_argnames=("slots", "pages", "capacity", "shared"), out_shardings=shardings)
 
     @functools.cached_property
     def admit(self) -> Callable[[DecodeState, Admissions], DecodeState]:
         """`admit(state, admissions)`: requests come into slots."""
         return self._compile(admit, (self.state_specs, REQUESTS), self.state_specs, donate=(0,))
+
+    @functools.cached_property
+    def restore(self) -> Callable[[DecodeState, Hits], DecodeState]:
+        """`restore(state, hits)`: the drafter's context of slots whose prompts begin in pages that others have filled.
+
+        Of the pool only the drafter's window is read.
+        """
+        return self._compile(self.speculation.restore, (self.state_specs, REQUESTS), self.state_specs, donate=(0,))
 
     def decode(self, slots: int, rounds: int, until_one_ends: bool = False) -> Run:
         """Rounds of every device group's first slots: so many, or as many as are passed where they end early."""

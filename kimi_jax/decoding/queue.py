@@ -38,7 +38,9 @@ class Queue:
         beat: Callable[[], None] = lambda: None,
         link: Sender | Receiver | None = None,
     ):
-        self.session, self.scheduler = session, Scheduler(session.shape)
+        goes_on = session.programs.speculation.goes_on
+        self.session = session
+        self.scheduler = Scheduler(session.shape, prefix_cache=session.prefix_cache, drafter_goes_on=goes_on)
         self.rounds = 0
         """Rounds in which somebody's text went on."""
         self.slot_rounds = 0

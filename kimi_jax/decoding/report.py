@@ -97,7 +97,13 @@ class Report:
             "draft_hits": self.draft_hits,
             "draft_hits_per_round": round(self.draft_hits_per_round, 4),
             "draft_hit_rates": [round(rate, 4) for rate in self.draft_hit_rates],
+            **self._prefixes(),
         } | self._exchanges()
+
+    def _prefixes(self) -> dict[str, int]:
+        """Tokens of prompts, those that shared pages held, and those of them that were run for the drafter's sake."""
+        names = ("prompt_tokens", "reused_tokens", "drafter_misses")
+        return {name: 0 if self.counts is None else getattr(self.counts, name) for name in names}
 
     def _exchanges(self) -> dict[str, int]:
         """Exchanges of layers through bounded buffers, and those that took the exact path; none where none are used."""
@@ -111,10 +117,13 @@ class Report:
         tokens = f"{self.tokens} token{'' if self.tokens == 1 else 's'} in {self.seconds:.1f} s"
         drafted = bool(self.draft_hits) and self.acceptance_length is not None
         accepted = f"{self.acceptance_length:.2f} tokens a round" if drafted else ""
+        counts = self.counts
+        reused = f"; {counts.reused_tokens} of {counts.prompt_tokens} prompt tokens reused" if counts else ""
+        reused = reused if counts and counts.reused_tokens else ""
         if self.tokens_per_second is None:
-            return f"{several}{tokens}, starting included" + (f"; {accepted}" if drafted else "")
+            return f"{several}{tokens}, starting included" + (f"; {accepted}" if drafted else "") + reused
         start = f"{self.first_token_seconds:.1f} s to start, then {self.tokens_per_second:.1f} tokens/s"
-        return f"{several}{tokens}: {start}" + (f", {accepted}" if drafted else "")
+        return f"{several}{tokens}: {start}" + (f", {accepted}" if drafted else "") + reused
 
     def details(self) -> str:
         """One line of what the devices did: rounds, drafts' hits, and exchanges that overflowed their buffers."""
@@ -125,6 +134,8 @@ class Report:
         if counts:
             line += f"; {counts['overflows']} of {counts['exchanges']} exchanges through buffers overflowed"
             line += " and took the exact path" if counts["overflows"] else ""
+        if self.counts is not None and self.counts.drafter_misses:
+            line += f"; {self.counts.drafter_misses} prompt tokens run again for a drafter that keeps no pages"
         return line
 
     def table(self) -> Table:

@@ -1,5 +1,6 @@
 """How many pages of latents fit beside an engine's weights: the memory of its devices against the ledger."""
 
+import dataclasses
 import os
 from typing import TYPE_CHECKING
 
@@ -50,8 +51,11 @@ def pages_that_fit(engine: "Engine", programs: Programs, slots: int, capacity: i
 
 
 def page_bytes(engine: "Engine", programs: Programs) -> float:
-    """Bytes of a page on each of its devices."""
-    return cache_bytes(_step(engine, programs.page_tokens))
+    """Bytes of a page on each of its devices: latents and, where prompts may share it, what the drafter keeps."""
+    step, drafter = _step(engine, programs.page_tokens), engine.drafter
+    if not engine.prefix_cache or programs.speculation.context is None or drafter is None:
+        return cache_bytes(step)
+    return cache_bytes(step) + context_bytes(step, dataclasses.replace(drafter.config, draft_window=step.context))
 
 
 def slot_bytes(engine: "Engine", programs: Programs, capacity: int) -> float:

@@ -19,6 +19,7 @@ from kimi_jax.decoding.state import (
     Columns,
     DecodeState,
     Dispatch,
+    Hits,
     Lanes,
     Scored,
     Snapshot,
@@ -81,13 +82,23 @@ class Session:
       parameters: of the engine, in which a rebalancer may exchange arrays.
       shape: of the slots.
       encoder: sees the images of prompts; None for a model of text alone.
+      prefix_cache: whether plans let prompts that begin alike share pages.
     """
 
-    def __init__(self, programs: Programs, parameters: Parameters, shape: Shape, encoder: Encoder | None = None):
-        self.programs, self.shape, self.encoder = programs, shape, encoder
+    def __init__(
+        self,
+        programs: Programs,
+        parameters: Parameters,
+        shape: Shape,
+        encoder: Encoder | None = None,
+        prefix_cache: bool = False,
+    ):
+        self.programs, self.shape, self.encoder, self.prefix_cache = programs, shape, encoder, prefix_cache
         self.parameters: Parameters = {name: parameters[name] for name in programs.needs}
         capacity = shape.tiles * shape.page_tokens
-        self.state: DecodeState = programs.start(slots=shape.slots, pages=shape.groups * shape.pages, capacity=capacity)
+        self.state: DecodeState = programs.start(
+            slots=shape.slots, pages=shape.groups * shape.pages, capacity=capacity, shared=prefix_cache
+        )
         self._table = shape.table()
         self._settings: dict[int, Settings] = {}
         self._seen: dict[int, list[tuple[int, np.ndarray]]] = {}
@@ -133,6 +144,8 @@ class Session:
             programs = (self.programs if count is None else self.programs.with_rows(count)).drawing(each)
             for plan, behind in [*itertools.product(lanes, tiles), *((plan, 0) for plan in loops)]:
                 self._send(programs, plan, slots, behind).read()
+        if self.state.context_pages is not None:
+            self._restore([None] * self.shape.groups)
 
     @property
     def _starts(self) -> Iterable[int]:
@@ -147,6 +160,24 @@ class Session:
         if plan.admissions:
             self._see(plan.admissions)
             self.state = self.programs.admit(self.state, jax.tree.map(self._place, self.admissions(plan.admissions)))
+        hits = [admission for admission in plan.admissions if admission.cached]
+        if self.state.context_pages is not None:
+            groups = range(self.shape.groups)
+            by_group = [[each for each in hits if self.shape.group(each.slot) == group] for group in groups]
+            for wave in itertools.zip_longest(*by_group):
+                self._restore(wave)
+
+    def _restore(self, hits: Sequence[Admission | None]) -> None:
+        """Lets the drafter go on with prompts that begin in kept pages, one of each group or none."""
+        shape = self.shape
+        slots = np.full(shape.groups, shape.slots_per_group, np.int32)
+        lengths, pages = np.zeros(shape.groups, np.int32), np.zeros((shape.groups, shape.tiles), np.int32)
+        for group, each in enumerate(hits):
+            if each is not None:
+                slots[group], lengths[group] = each.slot % shape.slots_per_group, each.cached
+                pages[group] = self._table[each.slot]
+        placed = Hits(self._place(slots), self._place(lengths), self._place(pages))
+        self.state = self.programs.restore(self.state, placed)
 
     def placed(self, ids: Sequence[int], media: Sequence[Medium]) -> tuple[Sequence[int], tuple[Placed, ...]]:
         """A prompt as requests have it: numbers of content stand where its images are.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Literal, Protocol, Self, cast
+from typing import Any, Literal, Protocol, Self, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxtyping import Array, Int, PyTree
 from kimi_jax.ddtree.acceptance import Acceptance, walk
 from kimi_jax.ddtree.tree import DraftTree
 from kimi_jax.decoding.sampling import KEYS
-from kimi_jax.decoding.state import DecodeState
+from kimi_jax.decoding.state import DecodeState, Hits
 from kimi_jax.model.transformer import CausalLM
 from kimi_jax.parameters import Parameters, bind
 
@@ -66,18 +66,62 @@ class DraftContext(Protocol):
         """The arrays of so many slots for texts of at most `capacity` tokens, before any; global, the slots first."""
         ...
 
-    def extend(
+    def rows(self, taps: list[Array], starts: Int[Array, " requests"], /) -> PyTree:
+        """What is kept of rows that stand at positions from `starts` on."""
+        ...
+
+    def write(
         self,
         context: PyTree,
-        taps: list[Array],
+        rows: PyTree,
         starts: Int[Array, " requests"],
         counts: Int[Array, " requests"],
         slots: Int[Array, " requests"] | None = None,
+        /,
     ) -> PyTree:
-        """Adds the first `counts` rows of `taps`, which stand at positions from `starts` on, to the texts of `slots`.
+        """Adds the first `counts` of the rows at positions from `starts` on to the texts of `slots`.
 
         None stands for all slots in order. A slot past the last has no rows, and nothing of it is kept. The next text
-        of a slot begins at position 0, and must not be reached by what the one before has left: values are finite.
+        of a slot begins anew, and must not be reached by what the one before has left: values are finite.
+        """
+        ...
+
+
+@runtime_checkable
+class PagedContext(DraftContext, Protocol):
+    """A context that a text can begin with which another has filled: its rows are also kept by pages.
+
+    Without it a prompt that begins like another's is run from its first token.
+    """
+
+    def empty_pages(self, pages: int, page_tokens: int, dtype: DTypeLike, /) -> PyTree:
+        """The arrays of a pool of pages; global, the pages first, and laid out by `spec` like the context."""
+        ...
+
+    def keep(
+        self,
+        pool: PyTree,
+        rows: PyTree,
+        pages: Int[Array, "requests tiles"],
+        starts: Int[Array, " requests"],
+        counts: Int[Array, " requests"],
+        /,
+    ) -> PyTree:
+        """Writes the same rows as `write` into the pages of their positions; values are finite."""
+        ...
+
+    def restore(
+        self,
+        context: PyTree,
+        pool: PyTree,
+        pages: Int[Array, "requests tiles"],
+        lengths: Int[Array, " requests"],
+        slots: Int[Array, " requests"],
+        /,
+    ) -> PyTree:
+        """The context as if the first `lengths` positions of the texts of `slots` had been written to it.
+
+        They stand in their pages. A slot past the last is nobody's.
         """
         ...
 
@@ -167,19 +211,43 @@ class Speculation:
         """What the drafter keeps of each slot's text of at most `capacity` tokens, before any, as global arrays."""
         return None if self.context is None else self.context.empty(slots, capacity, dtype)
 
+    def empty_pages(self, pages: int, page_tokens: int, dtype: DTypeLike) -> PyTree:
+        """What a pool of pages keeps for the drafter's context, as global arrays; None where nothing is to be kept."""
+        return self.context.empty_pages(pages, page_tokens, dtype) if isinstance(self.context, PagedContext) else None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it can go on with a text that begins in pages which another has filled."""
+        return self.context is None or isinstance(self.context, PagedContext)
+
     def extend(
         self,
-        context: PyTree,
+        state: DecodeState,
         taps: list[Array],
         starts: Int[Array, " requests"],
         counts: Int[Array, " requests"],
         slots: Int[Array, " requests"] | None = None,
-    ) -> PyTree:
-        """As `DraftContext.extend`."""
+    ) -> DecodeState:
+        """The state with the first `counts` rows of `taps` in the drafter's context of `slots`, or of all in order.
+
+        The rows stand at positions from `starts` on.
+        """
         if self.context is None:
-            return context
+            return state
+        kept = state.context_pages
         with jax.named_scope("drafter"):
-            return self.context.extend(context, taps, starts, counts, slots)
+            rows = self.context.rows(taps, starts)
+            if kept is not None and isinstance(self.context, PagedContext):
+                pages = state.pages if slots is None else state.pages.at[slots].get(mode="clip")
+                kept = self.context.keep(kept, rows, pages, starts, counts)
+            context = self.context.write(state.context, rows, starts, counts, slots)
+        return dataclasses.replace(state, context=context, context_pages=kept)
+
+    def restore(self, state: DecodeState, hits: Hits) -> DecodeState:
+        """The state with the drafter's context of slots whose texts begin in pages that others have filled."""
+        assert isinstance(self.context, PagedContext)
+        context = self.context.restore(state.context, state.context_pages, hits.pages, hits.lengths, hits.slots)
+        return dataclasses.replace(state, context=context)
 
     def propose(self, model: CausalLM, state: DecodeState) -> DraftTree:
         """Trees of all requests, rooted at their anchors; without a drafter the anchors alone.

@@ -58,7 +58,7 @@ class Asked:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """All slots. Every array but the pool and the counters has the slots as its first axis, over dp and ep."""
+    """All slots. Every array but the pools and the counters has the slots as its first axis, over dp and ep."""
 
     cache: Cache
     """The pool of pages, of every device group its own."""
@@ -84,6 +84,8 @@ class DecodeState:
     context: PyTree
     """What the drafter keeps of the text; None without one."""
     counters: Counters
+    context_pages: PyTree = None
+    """The same of all positions, in the pool's pages; None where prompts share none."""
     now: "Dispatch | None" = None
     """Inside a program, what the host has passed into it and what it hands back."""
 
@@ -209,6 +211,18 @@ class Lanes:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Hits:
+    """Slots whose prompts begin in pages that others have filled."""
+
+    slots: Int[Array, " hits"]
+    """Of the device group; a number past the last for an entry of nobody."""
+    lengths: Int[Array, " hits"]
+    """Tokens of the prompt that the slot's pages hold already."""
+    pages: Int[Array, "hits tiles"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Admissions:
     """Requests that come into slots."""
 
@@ -231,6 +245,7 @@ def initial_state(
     cache_axis: str | None = None,
     cache_ranks: int = 1,
     counters: Counters = Counters(),
+    context_pages: PyTree = None,
 ) -> DecodeState:
     """Nobody there.
 
@@ -240,6 +255,7 @@ def initial_state(
       context: the drafter's empty context.
       cache_axis: mesh axis whose ranks share a request's cached positions, `cache_ranks` of them.
       counters: zeros for what is counted.
+      context_pages: the drafter's part of an empty pool.
     """
     zeros = jnp.zeros(slots, jnp.int32)
     return DecodeState(
@@ -263,11 +279,15 @@ def initial_state(
         nodes=zeros,
         context=context,
         counters=counters,
+        context_pages=context_pages,
     )
 
 
 def admit(state: DecodeState, new: Admissions) -> DecodeState:
-    """Slots begin with new requests; nothing of the pool or of the drafter's context is touched."""
+    """Slots begin with new requests; nothing of the pool or of the drafter's context is touched.
+
+    What of a drafter's context is in pages already is taken from there apart; see `Speculation.restore`.
+    """
 
     def put(old: Array, values: Array | int | bool) -> Array:
         return old.at[new.slots].set(jnp.asarray(values, old.dtype), mode="drop")
@@ -285,9 +305,13 @@ def admit(state: DecodeState, new: Admissions) -> DecodeState:
     )
 
 
+POOLS = ("cache", "context_pages")
+"""The fields of a state that have a device group's pages as their first axis."""
+
+
 def _slot_fields(state: DecodeState) -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(state):
-        if field.name not in ("cache", "counters", "now"):
+        if field.name not in (*POOLS, "counters", "now"):
             yield field.name, getattr(state, field.name)
 
 
@@ -303,7 +327,8 @@ def with_first_slots(state: DecodeState, first: DecodeState) -> DecodeState:
     if count == state.lengths.shape[0]:
         return dataclasses.replace(first, now=None)
     both = jax.tree.map(lambda old, new: old.at[:count].set(new), dict(_slot_fields(state)), dict(_slot_fields(first)))
-    return dataclasses.replace(state, cache=first.cache, counters=first.counters, **both)
+    shared = {name: getattr(first, name) for name in (*POOLS, "counters")}
+    return dataclasses.replace(state, **shared, **both)
 
 
 SCALARS = ("counts", "finished", "failed", "nodes", "exchanges", "overflows")

@@ -81,10 +81,10 @@ class Step:
             rows, below, _ = chunk
             latents.append(below.latents)
             places.append(lanes.places(state, rows, before=places[0].pages.size))
+        state = self.speculation.extend(state, output.taps, state.lengths, accepted)
         state = dataclasses.replace(
             state,
             cache=commit(state.cache, latents, places),
-            context=self.speculation.extend(state.context, output.taps, state.lengths, accepted),
             lengths=state.lengths + accepted,
             anchors=jnp.where(running, acceptance.bonus, state.anchors),
             hits=_reached(state.hits, accepted - 1),
@@ -142,9 +142,9 @@ class Step:
         """What a chunk changes of its slots, beside the pool."""
         done = lanes.last & (lanes.counts > 0)
         nobody = jnp.zeros_like(state.finished)
+        state = self.speculation.extend(state, output.taps, rows.lengths, lanes.counts, lanes.slots)
         state = dataclasses.replace(
             state,
-            context=self.speculation.extend(state.context, output.taps, rows.lengths, lanes.counts, lanes.slots),
             lengths=lanes.put(state.lengths, rows.lengths + lanes.counts),
             anchors=lanes.put(state.anchors, drawn.tokens[:, 0]),
             ready=lanes.put(state.ready, done),

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kimi_jax.ddtree.tree import top_log_probs
 from kimi_jax.drafter.config import DrafterConfig
-from kimi_jax.drafter.context import Context, LayerContext, slot_positions, write, write_slots
+from kimi_jax.drafter.context import Context, LayerContext, slot_positions
 from kimi_jax.drafter.dflash2 import CandidateSelector, GroupedDynamicConv
 from kimi_jax.model.layers import GatedMLP, Linear, RMSNorm
 from kimi_jax.model.rope import Rotation, inverse_frequencies, rotate, rotation
@@ -172,25 +172,8 @@ class DFlash(nnx.Module):
         fused = self.fc(taps.reshape(*taps.shape[:-2], -1))
         return self.hidden_norm(all_gather(fused, "tp", dimension=fused.ndim - 1))
 
-    def extend_context(
-        self,
-        context: Context,
-        taps: Float[Array, "requests rows taps hidden"],
-        start: Int[Array, " requests"],
-        count: Int[Array, " requests"],
-        requests: Int[Array, " requests"] | None = None,
-    ) -> Context:
-        """The context with the rows' keys and values at positions `start` and on, of `requests` or of all in order.
-
-        Only the first `count` rows of a request are real; positions before `start` must be there already. A whole
-        prompt, a chunk of it, or the accepted path of a round.
-        """
-        slots = write_slots(start, count, taps.shape[1], context[0].keys.shape[2])
-        fresh = self.context_rows(taps, start)
-        return [write(ring, slots, new, requests) for ring, new in zip(context, fresh, strict=True)]
-
     def context_rows(self, taps: Float[Array, "requests rows taps hidden"], start: Int[Array, " requests"]) -> Context:
-        """Keys and values of the rows themselves, at positions `start` and on.
+        """Keys and values of rows at positions `start` and on, as `context.write` takes them.
 
         With `start` 0 and whole texts, position p stands in slot p: a context for blocks anywhere in them, as training
         uses it.
@@ -275,5 +258,5 @@ def _rotate(x: Float[Array, "requests rows heads dim"], turn: Rotation) -> Float
 
 
 def stack_taps(taps: Sequence[Float[Array, "requests rows hidden"]]) -> Float[Array, "requests rows taps hidden"]:
-    """Taps as `extend_context` takes them, from one array for each of `target_layer_ids`."""
+    """Taps as `context_rows` takes them, from one array for each of `target_layer_ids`."""
     return jnp.stack(list(taps), axis=-2)

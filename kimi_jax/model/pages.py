@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.parallel.collectives import axis_index, axis_size
@@ -64,9 +64,7 @@ def places_of(
 ) -> Places:
     """Places of the first `counts` of `rows` rows behind each request's `lengths`.
 
-    The others are dropped, and so are rows that another rank holds and those past a request's table. A dropped row has
-    a place of its own past the pool, so that no two rows share one; `before` counts the rows of the same scatter that
-    stand before these.
+    The others are dropped, and so are rows that another rank holds; see `find_places`.
     """
     pool, axis = cache[0].latent, cache[0].axis
     row = jnp.arange(rows)
@@ -75,10 +73,25 @@ def places_of(
         ranks = axis_size(axis)
         kept &= position % ranks == axis_index(axis)
         position = position // ranks
-    tile, offset = position // pool.shape[1], position % pool.shape[1]
+    return find_places((pool.shape[0], pool.shape[1]), pages, position, kept, before)
+
+
+def find_places(
+    pool: tuple[int, int],
+    pages: Int[Array, "requests tiles"],
+    position: Int[Array, "requests rows"],
+    kept: Bool[Array, "requests rows"],
+    before: int = 0,
+) -> Places:
+    """Places of rows at positions of their requests' pages, in a pool of so many pages of so many positions.
+
+    Rows that are not `kept` are dropped, and so are those past a request's table. A dropped row has a place of its own
+    past the pool, so that no two rows share one; `before` counts the rows of the same scatter that stand before these.
+    """
+    tile, offset = position // pool[1], position % pool[1]
     kept &= tile < pages.shape[1]
     page = jnp.take_along_axis(pages, jnp.minimum(tile, pages.shape[1] - 1), axis=1)
-    nowhere = pool.shape[0] + before + jnp.arange(kept.size).reshape(kept.shape)
+    nowhere = pool[0] + before + jnp.arange(kept.size).reshape(kept.shape)
     return Places(jnp.where(kept, page, nowhere).reshape(-1), offset.reshape(-1))
 
 

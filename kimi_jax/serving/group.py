@@ -43,13 +43,13 @@ class Room:
 class Group:
     """Works in slots, their pages, and the rows of the page table that have changed since a plan last carried them."""
 
-    def __init__(self, shape: Shape, index: int, prefix_cache: bool):
+    def __init__(self, shape: Shape, index: int, prefix_cache: bool, drafter_goes_on: bool = True):
         self.index = index
         self.works: dict[int, Work] = {}
         """By slot."""
         self._tree = PrefixTree(shape.pages)
         self.pool = self._tree.pool
-        self._shape, self._prefix_cache = shape, prefix_cache
+        self._shape, self._prefix_cache, self._drafter_goes_on = shape, prefix_cache, drafter_goes_on
         self._changed: dict[int, int] = {}
 
     def oldest_first(self) -> list[Work]:
@@ -78,13 +78,21 @@ class Group:
         Args:
           tokens: that need pages at once. A page more is left for each slot that still grows.
         """
-        keys = work.keys(work.reusable, self._shape.page_tokens) if self._prefix_cache else []
+        keys = self._keys(work) if self._drafter_goes_on else []
         hit = tuple(self._tree.find(keys))
         held = sum(self.pool.count(page) > 0 for page in hit)
         if self._shape.pages_for(tokens) - held + opening.growing > self.pool.free:
             return None
         coming = max((self._common(keys, other) for other in opening.prefilling), default=0) if keys else 0
         return Room(opening, hit, coming if coming > len(hit) else 0)
+
+    def missed(self, work: Work) -> int:
+        """Tokens at a work's beginning that pages hold and the drafter cannot go on from."""
+        return 0 if self._drafter_goes_on else len(self._tree.find(self._keys(work))) * self._shape.page_tokens
+
+    def _keys(self, work: Work) -> list[bytes]:
+        """Keys of the pages that may be found."""
+        return work.keys(work.reusable, self._shape.page_tokens) if self._prefix_cache else []
 
     def _common(self, keys: list[bytes], other: Work) -> int:
         """Pages at the beginning that another's prompt has too."""

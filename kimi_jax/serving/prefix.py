@@ -8,7 +8,7 @@ free longest, takes leaves before their parents.
 
 import array
 import dataclasses
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from kimi_jax.serving.pages import PagePool
 
@@ -16,6 +16,12 @@ from kimi_jax.serving.pages import PagePool
 def page_key(ids: Sequence[int], salt: str = "") -> bytes:
     """The key of a page with these tokens. Bytes know their hash, and are compared faster than integers."""
     return salt.encode() + array.array("q", ids).tobytes()
+
+
+def any_share_a_page(prompts: Iterable[Sequence[int]], page_tokens: int) -> bool:
+    """Whether two of the prompts begin with the same page, so that keeping pages brings anything."""
+    firsts = [page_key(ids[:page_tokens]) for ids in prompts if len(ids) >= page_tokens]
+    return len({*firsts}) < len(firsts)
 
 
 @dataclasses.dataclass(eq=False)

@@ -53,20 +53,24 @@ class _Flight:
 class Scheduler:
     """The queue, the slots and the pages of all groups."""
 
-    def __init__(self, shape: Shape, overtakes: int = 16, prefix_cache: bool = False):
+    def __init__(self, shape: Shape, overtakes: int = 16, prefix_cache: bool = False, drafter_goes_on: bool = True):
         """A scheduler without requests.
 
         Args:
           overtakes: later requests that may be admitted before one that fits nowhere.
           prefix_cache: whether prompts that begin alike share pages, also with requests that have ended.
+          drafter_goes_on: whether the drafter can go on with a text that begins in pages which another has filled.
+            Where it cannot, prompts are run from their first token, and what they miss is counted.
         """
         self.shape = shape
         self.prompt_tokens = self.reused_tokens = 0
         """Tokens of all prompts that were admitted, and those of them that pages held already."""
+        self.drafter_misses = 0
+        """Tokens that pages held already and that were run all the same, for the drafter's sake."""
         self.preemptions = 0
         """Preemptions so far, of all requests."""
         self._overtakes = overtakes
-        self._groups = [Group(shape, index, prefix_cache) for index in range(shape.groups)]
+        self._groups = [Group(shape, index, prefix_cache, drafter_goes_on) for index in range(shape.groups)]
         self._works: dict[str, Work] = {}
         self._queue: list[Work] = []
         self._flights: list[_Flight] = []
@@ -281,6 +285,7 @@ class Scheduler:
                 other.overtaken += 1
             self._queue.remove(work)
             group = room.opening.group
+            self.drafter_misses += group.missed(work)
             admission = group.admit(work, tokens, room.hit)
             admissions.append(admission)
             admitted[group.index] += 1

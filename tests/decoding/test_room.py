@@ -23,7 +23,9 @@ def test_a_page_and_a_slot_hold_what_the_ledger_says(engines, mesh):
     engine = engines(mesh)
     queue = engine.queue(3 * engine.layout.groups, CAPACITY, draft=Draft(budget=7))
     state, shape, programs = queue.session.state, queue.session.shape, queue.session.programs
-    assert room.page_bytes(engine, programs) * shape.pages == _largest(state.cache)
+    assert room.page_bytes(engine, programs) * shape.pages == _largest((state.cache, state.context_pages))
+    alone = dataclasses.replace(engine, prefix_cache=False)
+    assert room.page_bytes(alone, programs) * shape.pages == _largest(state.cache)
     assert room.slot_bytes(engine, programs, shape.capacity) * 3 == _largest(state.context)
     assert room.slot_bytes(engine, engine.programs(PLAIN), CAPACITY) == 0
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kimi_jax import parameters
 from kimi_jax.ddtree.tree import chain, greedy_path
 from kimi_jax.drafter.config import DrafterConfig
-from kimi_jax.drafter.context import CONTEXT, empty_context
+from kimi_jax.drafter.context import CONTEXT, empty_context, write
 from kimi_jax.drafter.dflash import DFlash, stack_taps
 
 CASE = np.load(Path(__file__).parents[1] / "data" / "ddtree" / "drafter_case.npz")
@@ -64,8 +64,9 @@ class Drafter:
 
     @functools.cached_property
     def _extend(self):
-        def extend(p, context, *rest):
-            return parameters.bind(self.module, p).extend_context(context, *rest)
+        def extend(p, context, taps, start, count):
+            rows = parameters.bind(self.module, p).context_rows(taps, start)
+            return write(context, rows, start, count)
 
         return self._jit(extend, (BATCH, BATCH, BATCH), CONTEXT)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from kimi_jax.serving.pages import PagePool
-from kimi_jax.serving.prefix import PrefixTree, page_key
+from kimi_jax.serving.prefix import PrefixTree, any_share_a_page, page_key
 
 
 class Colliding(bytes):
@@ -107,6 +107,11 @@ def test_what_failed_is_forgotten_with_all_behind_it():
     assert set(failed[2:]) <= set(pages)
     tree.add(keys((1, 2, 3, 4, 5, 6, 7, 8)), pages, "new")
     assert tree.find(keys((1, 2, 3, 4, 5, 6, 7, 8))) == pages
+
+
+def test_pages_are_kept_where_two_prompts_begin_with_the_same():
+    assert any_share_a_page([(1, 2, 3), (4, 5), (1, 2)], 2)
+    assert not any_share_a_page([(1, 2, 3), (1, 3, 3), (1,), (1,)], 2)
 
 
 def test_only_held_pages_are_kept_and_only_known_ones_shared():

@@ -105,6 +105,18 @@ def test_the_choices_of_a_question_cost_one_prefill(ahead, groups, lanes):
     host.check_empty()
 
 
+def test_what_a_drafter_cannot_go_on_from_is_run_and_counted():
+    host = Host(shape(), prefix_cache=True, drafter_goes_on=False)
+    some = [Request(str(number), ids(0, 25), 9, Settings(key=(number, 0))) for number in range(3)]
+    for one in some:
+        host.submit(one)
+        host.finish()
+    assert {cached for _, cached in admissions(host).values()} == {0}
+    assert (host.scheduler.reused_tokens, host.scheduler.drafter_misses) == (0, 2 * 24)
+    assert [host.outcomes[one.id].text for one in some] == [alone(one) for one in some]
+    host.check_empty()
+
+
 def test_samples_of_a_prompt_share_its_pages():
     prompt = ids(0, 37)
     some = [Request(str(sample), prompt, 20, Settings(key=(sample, 0))) for sample in range(4)]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kimi_jax.drafter.config import DrafterConfig
-from kimi_jax.drafter.context import empty_context
+from kimi_jax.drafter.context import empty_context, write
 from kimi_jax.drafter.dflash import DFlash, stack_taps
 from kimi_jax.drafter.loss import DraftLoss
 from kimi_jax.model.rows import causal_rows
@@ -84,7 +84,7 @@ def test_training_blocks_are_the_decoder_s_blocks(models, texts):
         prefix = texts.tokens[row, :start][None]
         output = bound.model(causal_rows(prefix, zero, count), None, drafter.config.target_layer_ids)
         context = empty_context(dataclasses.replace(drafter.config, draft_window=32), 1, jnp.float32)
-        context = bound_drafter.extend_context(context, stack_taps(output.taps), zero, count)
+        context = write(context, bound_drafter.context_rows(stack_taps(output.taps), zero), zero, count)
         hidden = bound_drafter.draft(context, anchor_token[None], count, bound.model.embed_tokens)
         return bound_drafter.logits(hidden, bound.lm_head)[0]
 
