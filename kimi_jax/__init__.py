@@ -41,7 +41,7 @@ _HOMES = {
     "Sampling": "kimi_jax.decoding.sampling",
     "Tokenizer": "kimi_jax.tokenizer",
     "load": "kimi_jax.opening",
-    "open_checkpoint": "kimi_jax.decoding.engine",
+    "open_checkpoint": "kimi_jax.decoding.loading",
     "render": "kimi_jax.chat",
 }
 

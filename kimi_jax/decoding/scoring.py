@@ -34,6 +34,8 @@ class Scores:
     """Natural logarithms, float32."""
     greedy: Bool[np.ndarray, " targets"]
     """Whether the target is the most likely token."""
+    reused: int = 0
+    """Rows that were not run, because a window before this one begins alike."""
 
 
 def check_windows(windows: Sequence[Window], vocab_size: int) -> None:
@@ -76,7 +78,7 @@ def score(queue: Queue, windows: Sequence[Window]) -> Iterator[tuple[int, Scores
                 if event.reason == "error" or not np.isfinite(logprobs).all():
                     broken.append(index)
                 else:
-                    yield index, Scores(logprobs, greedy)
+                    yield index, Scores(logprobs, greedy, event.reused)
     finally:
         queue.close()
     if broken:

@@ -15,7 +15,7 @@ import random
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Union, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Union, cast, get_args, get_origin
 
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 from lm_eval.utils import simple_parse_args_string  # pyright: ignore[reportMissingImports]
@@ -28,6 +28,9 @@ from kimi_jax.commands.options import SpeculationOptions, flat, of_values
 from kimi_jax.commands.progress import open_engine
 from kimi_jax.opening import BUNDLED_CHECKPOINT
 from kimi_jax.provenance import provenance
+
+if TYPE_CHECKING:
+    from kimi_jax.decoding.scoring import Scores
 
 KNOWN = {"until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens", "do_sample", "temperature",
          "top_k", "top_p", "min_p"}  # fmt: skip
@@ -76,6 +79,7 @@ class KimiJax(TemplateLM):
         self.engine, self.draft = self._opened.engine, options.draft(drafter)
         self.thinking, self.seed, self.max_gen_toks = options.thinking, options.seed, options.max_gen_toks
         self._name = options.checkpoint.name
+        self._scored_tokens = self._reused_tokens = 0
         groups = self.engine.mesh.shape["dp"] * self.engine.mesh.shape["ep"]
         automatic = str(options.batch_size).startswith("auto")
         self.batch_size = 8 * groups if automatic else int(options.batch_size)
@@ -114,8 +118,15 @@ class KimiJax(TemplateLM):
         """What lm-eval's results keep of the model: everything needed to run it again."""
         run = provenance(self._opened, self.draft, self.seed)
         own = {"batch_size": self.batch_size, "max_length": self.max_length, "max_gen_toks": self.max_gen_toks,
-               "thinking": self.thinking}  # fmt: skip
+               "thinking": self.thinking, "scored_tokens": self._scored_tokens,
+               "reused_tokens": self._reused_tokens}  # fmt: skip
         return {"model_name": self._name, "run": run | own}
+
+    def _count(self, tokens: int, scores: "Scores", bar: tqdm) -> None:
+        """Counts the rows of a window, and shows how many were not run because an earlier one begins alike."""
+        self._scored_tokens += tokens
+        self._reused_tokens += scores.reused
+        bar.set_postfix_str(f"{self._reused_tokens:,} of {self._scored_tokens:,} tokens reused", refresh=False)
 
     @property
     def eot_token_id(self) -> int:
@@ -170,6 +181,7 @@ class KimiJax(TemplateLM):
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         with tqdm(total=len(requests), desc="log-likelihoods", disable=disable_tqdm) as bar:
             for indices, scores in score_all(self.engine, windows, self.batch_size):
+                self._count(len(windows[indices[0]].inputs), scores, bar)
                 result = float(scores.logprobs.sum(dtype="float64")), bool(scores.greedy.all())
                 for index in indices:
                     results[index] = result
@@ -191,6 +203,7 @@ class KimiJax(TemplateLM):
             left[number] += 1
         with tqdm(total=len(parts), desc="log-likelihoods of texts", disable=disable_tqdm) as bar:
             for indices, scores in score_all(self.engine, [window for _, window in parts], self.batch_size):
+                self._count(len(parts[indices[0]][1].inputs), scores, bar)
                 for index in indices:
                     number = parts[index][0]
                     totals[number] += float(scores.logprobs.sum(dtype="float64"))

@@ -33,3 +33,5 @@ class Event:
     """Slot that it comes from, -1 where a request ended in the queue."""
     extra: Any = None
     """`Seen.extra` of the dispatch."""
+    reused: int = 0
+    """Tokens of the prompt that pages held when it was first admitted."""

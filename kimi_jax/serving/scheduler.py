@@ -136,7 +136,7 @@ class Scheduler:
         if work.pages:
             self._groups[work.group].keep(work)
         self._end(work)
-        return Event(id, reason=reason, slot=slot)
+        return Event(id, reason=reason, slot=slot, reused=work.reused)
 
     def plan(self, most: int | None = None) -> Plan | None:
         """The next dispatch, or None where there is nothing to do before another one is read.
@@ -219,7 +219,7 @@ class Scheduler:
         if reason:
             self._end(work)
         if reason or seen.tokens or seen.extra is not None:
-            return Event(request.id, tuple(seen.tokens), reason, seen.failed, slot, seen.extra)
+            return Event(request.id, tuple(seen.tokens), reason, seen.failed, slot, seen.extra, work.reused)
         return None
 
     def _end(self, work: Work) -> None:
@@ -293,6 +293,7 @@ class Scheduler:
             openings[group.index] = None if full else group.opening(flying.get(group.index, ()))
             self.prompt_tokens += admission.prompt
             self.reused_tokens += admission.cached
+            work.reused = work.reused if work.preemptions else admission.cached
         return admissions
 
     def _room(self, work: Work, tokens: int, openings: list[Opening]) -> Room | None:

@@ -24,6 +24,8 @@ class Work:
     """Tokens of `ids` that were planned."""
     committed: int = 0
     """Tokens of `ids` that are known to be in the pages: what was found there, and chunks that were read."""
+    reused: int = 0
+    """Tokens of the prompt that pages held when it was first admitted."""
     kept: int = 0
     """Pages at the beginning that others may share."""
     flying_first: int = 0

@@ -309,21 +309,24 @@ def test_the_compiled_rounds_never_leave_the_device_and_copy_no_cache(shallow):
     programs = engine.programs(Draft("ddtree", 7))
 
     def compiled(tiles):
-        state = jax.eval_shape(lambda: programs.start(slots=3, pages=3 * tiles, capacity=64 * tiles))
+        state = jax.eval_shape(lambda: programs.start(slots=3, pages=3 * tiles, capacity=64 * tiles, shared=True))
         now = Dispatch(jax.ShapeDtypeStruct((3, tiles), jnp.int32), jax.ShapeDtypeStruct((3,), bool))
         parameters = {name: engine.parameters[name] for name in programs.needs}
         program = programs.decode(3, 8).lower(parameters, state, now, jnp.int32(8)).compile()
-        return program, state.cache[0].latent.shape, sum(x.size * 4 for x in jax.tree.leaves(state.cache))
+        pools = (state.cache, state.context_pages)
+        shapes = state.cache[0].latent.shape, state.context_pages[0].keys.shape
+        return program, shapes, sum(x.size * 4 for x in jax.tree.leaves(pools))
 
     small, _, small_bytes = compiled(128)
-    program, shape, cache_bytes = compiled(256)
+    program, shapes, cache_bytes = compiled(256)
     text = program.as_text()
     for forbidden in ("callback", "outfeed", "infeed", "send(", "recv("):
         assert forbidden not in text, forbidden
-    array = f"f32[{','.join(map(str, shape))}]"
-    assert array in text, "the cache must appear, or this test looks for the wrong thing"
-    copies = [line for line in text.splitlines() if " copy(" in line and f"= {array}" in line]
-    assert not copies, copies[:2]
+    for shape in shapes:
+        array = f"f32[{','.join(map(str, shape))}]"
+        assert array in text, "the pools must appear, or this test looks for the wrong thing"
+        copies = [line for line in text.splitlines() if " copy(" in line and f"= {array}" in line]
+        assert not copies, copies[:2]
     memory = program.memory_analysis()
     grown = memory.temp_size_in_bytes - small.memory_analysis().temp_size_in_bytes
     assert grown < (cache_bytes - small_bytes) / 100, "temporaries must not grow with the cache"

@@ -33,6 +33,32 @@ def test_scores_in_batches_are_those_one_by_one(engines, monkeypatch):
     assert list(score_all(engine, [], batch=2)) == []
 
 
+def test_choices_of_questions_behind_examples_are_run_once(engines, monkeypatch):
+    """Multiple choice as lm-eval asks it: five examples before every question, four choices each."""
+    engine, rng = engines("local"), np.random.default_rng(0)
+    examples, windows = rng.integers(0, 300, 5 * 32).tolist(), []
+    for _ in range(6):
+        asked = [*examples, *rng.integers(0, 300, 40).tolist()]
+        choices = rng.integers(0, 300, (4, 6)).tolist()
+        windows += [Window([*asked, *choice][:-1], choice) for choice in choices]
+
+    def scored():
+        found, run = np.zeros((6, 4)), 0
+        for (index,), scores in score_all(engine, windows, batch=4):
+            found[divmod(index, 4)] = scores.logprobs.sum(dtype="float64")
+            run += len(windows[index].inputs) - scores.reused
+        return found, run
+
+    found, run = scored()
+    monkeypatch.setattr("kimi_jax.decoding.engine.any_share_a_page", lambda prompts, page_tokens: False)
+    expected, all_tokens = scored()
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert (found.argmax(1) == expected.argmax(1)).all()
+    assert all_tokens == sum(len(window.inputs) for window in windows)
+    print(f"{run} of {all_tokens} prompt tokens run, {run / all_tokens:.1%}")
+    assert run <= 0.35 * all_tokens
+
+
 @pytest.fixture(scope="module")
 def texts(engines):
     """What the model writes behind each prompt alone."""
