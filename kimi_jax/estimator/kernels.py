@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kimi_jax.ledger.constants import AIC, Kind
+from kimi_jax.ledger.precision import Format
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,9 @@ class AttentionKernels:
     cache_flop_fraction: float
     kind: Kind
     source: str
+    expands_prompts: bool = True
+    """Whether a prompt's keys and values are expanded for its attention; with absorbed projections each score costs
+    3.4 times as much."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,9 @@ _MLA_BLACKWELL = AttentionKernels(
 _MLA_BLACKWELL_VLLM = AttentionKernels(
     30, 0.35, 0.7, 0.5, "calibrated", f"shares: as TensorRT-LLM ({AIC}); 30 µs: calibration points 2 and 3"
 )
+_MLA_PCIE = AttentionKernels(
+    28, 0.35, 0.45, 0.5, "calibrated", "K2.6 on 8 × RTX PRO 6000, 1k to 128k cached; the rest as TensorRT-LLM on B300"
+)
 _MARLIN_SGLANG_HOPPER = ExpertKernels(
     25, 26, 0.25, 0.84, 0.4, 2, "derived", f"{AIC}: INT4 Marlin (SGLang 0.5.14), 384 experts, H200"
 )
@@ -88,7 +95,8 @@ _TRTLLM_BLACKWELL = ExpertKernels(
     25, 36, 0.07, 0.58, 0.25, 2, "derived",
     f"{AIC}: INT4 TensorRT-LLM generation kernel (SGLang 0.5.14), 384 experts, B300 and GB300, tp and ep 1 to 128",
 )  # fmt: skip
-_FP8_HOPPER = ExpertKernels(30, 30, 0, 0.7, 0.5, 0, "assumed", "FP8 grouped matmul; no public table was at hand")
+_FP8 = ExpertKernels(30, 30, 0, 0.7, 0.5, 0, "assumed", "FP8 grouped matmul; no public table was at hand")
+_BF16 = ExpertKernels(30, 30, 0, 0.8, 0.5, 0, "assumed", "bfloat16 grouped matmul; no public table was at hand")
 _NVFP4_BLACKWELL = ExpertKernels(
     19, 19, 0, 0.88, 0.5, 0, "derived", f"{AIC}: NVFP4 TensorRT-LLM generation kernel, B300; arithmetic assumed"
 )
@@ -104,38 +112,73 @@ _SGLANG = Overheads(
 )  # fmt: skip
 
 _DESIGN = "design target of this project's kernels; nothing measured"
-_TARGET = Kernels(
-    "target",
-    AttentionKernels(15, 0.45, 0.8, 0.6, "assumed", _DESIGN),
-    ExpertKernels(10, 12, 0.05, 0.75, 0.4, 1, "assumed", _DESIGN),
-    Overheads(4, 50, 15, 50, "assumed", _DESIGN),
-)
+_TARGET = ExpertKernels(10, 12, 0.05, 0.75, 0.4, 1, "assumed", _DESIGN)
 
-KERNELS: dict[tuple[str, str], Kernels] = {
-    ("public", "hopper"): Kernels("public", _MLA_HOPPER, _MARLIN_SGLANG_HOPPER, _PUBLIC),
-    ("public", "blackwell"): Kernels("public", _MLA_BLACKWELL, _TRTLLM_BLACKWELL, _PUBLIC),
-    ("public", "pcie"): Kernels("public", _MLA_BLACKWELL, _MARLIN_PCIE, _PUBLIC),
-    ("target", "hopper"): _TARGET,
-    ("target", "blackwell"): _TARGET,
-    ("target", "pcie"): _TARGET,
-    ("vllm", "hopper"): Kernels("vllm", _MLA_HOPPER, _MARLIN_HOPPER, _VLLM),
-    ("vllm", "blackwell"): Kernels("vllm", _MLA_BLACKWELL_VLLM, _MARLIN_BLACKWELL, _VLLM),
-    # The wide expert-parallel systems of `published.py`. Nothing here was chosen with those points in view.
-    ("sglang", "hopper"): Kernels("sglang", _MLA_HOPPER, _FP8_HOPPER, _SGLANG),
-    ("sglang", "blackwell"): Kernels("sglang", _MLA_BLACKWELL_VLLM, _NVFP4_BLACKWELL, _SGLANG),
+ATTENTION: dict[tuple[str, str], AttentionKernels] = {
+    ("public", "hopper"): _MLA_HOPPER,
+    ("public", "blackwell"): _MLA_BLACKWELL,
+    ("public", "pcie"): _MLA_PCIE,
+    ("vllm", "hopper"): _MLA_HOPPER,
+    ("vllm", "blackwell"): _MLA_BLACKWELL_VLLM,
+    ("vllm", "pcie"): _MLA_PCIE,
+    ("sglang", "hopper"): _MLA_HOPPER,
+    ("sglang", "blackwell"): _MLA_BLACKWELL_VLLM,
+    **{
+        ("target", architecture): AttentionKernels(15, 0.45, 0.8, 0.6, "assumed", _DESIGN)
+        for architecture in ("hopper", "blackwell")
+    },
+}
+"""By library and architecture."""
+
+_OTHER_FORMATS: tuple[tuple[str, Format, ExpertKernels], ...] = (
+    ("hopper", "fp8", _FP8),
+    ("blackwell", "fp8", _FP8),
+    ("blackwell", "nvfp4", _NVFP4_BLACKWELL),
+    ("hopper", "bf16", _BF16),
+    ("blackwell", "bf16", _BF16),
+)
+EXPERTS: dict[tuple[str, str, Format], ExpertKernels] = {
+    ("public", "hopper", "int4"): _MARLIN_SGLANG_HOPPER,
+    ("public", "blackwell", "int4"): _TRTLLM_BLACKWELL,
+    ("public", "pcie", "int4"): _MARLIN_PCIE,
+    ("vllm", "hopper", "int4"): _MARLIN_HOPPER,
+    ("vllm", "blackwell", "int4"): _MARLIN_BLACKWELL,
+    ("vllm", "pcie", "int4"): _MARLIN_PCIE,
+    ("target", "hopper", "int4"): _TARGET,
+    ("target", "blackwell", "int4"): _TARGET,
+    **{
+        (library, architecture, format_): kernels_
+        for library in ("public", "vllm", "sglang")
+        for architecture, format_, kernels_ in _OTHER_FORMATS
+    },
+}
+"""By library, architecture and what the weights are; FP8 and NVFP4 kernels are the same in all public libraries."""
+
+OVERHEADS = {
+    "public": _PUBLIC,
+    "vllm": _VLLM,
+    "sglang": _SGLANG,
+    "target": Overheads(4, 50, 15, 50, "assumed", _DESIGN),
 }
 
 _ARCHITECTURES = {"h100": "hopper", "h200": "hopper", "rtx-pro-6000": "pcie"}
 
 
-def kernels(name: str, gpu_name: str) -> Kernels:
-    """Look up a library's kernels on a GPU: `public` (the best measured), `vllm`, or `target` (ours, as designed).
+def kernels(name: str, gpu_name: str, experts: Format = "int4") -> Kernels:
+    """Look up a library's kernels on a GPU: `public` (the best measured), `vllm`, `sglang`, or `target` (as designed).
+
+    Args:
+      experts: what the weights of routed experts are.
 
     Raises:
-        ValueError: unknown name, or nothing known for this GPU; the message lists what there is.
+      ValueError: unknown name, or nothing known for this GPU or these weights; the message lists what there is.
     """
     architecture = _ARCHITECTURES.get(gpu_name, "blackwell")
-    if (name, architecture) not in KERNELS:
-        known = ", ".join(sorted({library for library, arch in KERNELS if arch == architecture}))
-        raise ValueError(f"no kernels {name!r} for {gpu_name}: choose from {known}")
-    return KERNELS[name, architecture]
+    key = name, architecture, experts
+    if key not in EXPERTS or key[:2] not in ATTENTION:
+        libraries = sorted({lib for lib, arch, kind in EXPERTS if (arch, kind) == key[1:] and (lib, arch) in ATTENTION})
+        if not libraries:
+            formats = ", ".join(sorted({kind for _, arch, kind in EXPERTS if arch == architecture}))
+            raise ValueError(f"no kernels for {experts} experts are known on {gpu_name}: take {formats}")
+        raise ValueError(f"no kernels {name!r} for {experts} experts on {gpu_name}: choose from {', '.join(libraries)}")
+    return Kernels(name, ATTENTION[key[:2]], EXPERTS[key], OVERHEADS[name])

@@ -36,9 +36,10 @@ class Memory:
 def memory(s: Scenario, needs: "dict[str, Need]") -> Memory:
     """What a GPU of the fullest attention group holds, from the step's ledger."""
     layout = s.preset.layout
-    requests = layout.group_requests(s.concurrency)
+    requests = max(layout.group_requests(s.concurrency), 1)
     weights = {part: need.weights for part, need in needs.items() if need.weights and part != "drafter"}
     cache, draft = needs["attention"].cache, needs["drafter"]
     free = s.gpu.hbm_bytes - sum(weights.values()) - draft.weights - s.constants.reserve_bytes
-    most = max(0, math.floor(free / ((cache + draft.cache) / requests))) * layout.groups
+    each = (cache + draft.cache) / requests  # 0 for a step that only prefills
+    most = max(0, math.floor(free / each)) * layout.groups if each else 0
     return Memory(weights, cache, draft.weights + draft.cache, s.constants.reserve_bytes, s.gpu.hbm_bytes, most)

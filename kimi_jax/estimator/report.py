@@ -79,6 +79,11 @@ def command(e: Estimate) -> str:
     return f"uv run scripts/decode.py {' '.join(options)}"
 
 
+def band_text(band: float | None) -> str:
+    """An error band in words."""
+    return "error unknown: no such machine was published" if band is None else f"± {100 * band:.0f} %"
+
+
 def answer(e: Estimate) -> list[str | Text]:
     """An estimate in a few short lines: machine, speed, step, memory, and the command that runs it."""
     s, m = e.scenario, e.memory
@@ -87,7 +92,7 @@ def answer(e: Estimate) -> list[str | Text]:
     return [
         f"{s.preset.name} with {s.gpu.name}: {search.describe(s.preset.layout)}",
         f"Speed: {e.tokens_per_s_per_user:,.0f} tokens/s a user, {e.tokens_per_s:,.0f} in all "
-        f"(± {100 * search.error_band(e):.0f} %).",
+        f"({band_text(search.error_band(e))}).",
         f"Step: {e.step_ms:.2f} ms, limit {e.limit_ms:.2f} ms ({e.limit_resource}); {drafted}.",
         f"Bottleneck: {e.bottleneck}",
         f"Memory: {m.total / GB:.1f} of {m.capacity / GB:.1f} GB, {fits}; room for {requests(m.max_requests)}.",
@@ -194,7 +199,7 @@ def smallest_text(found: Sequence[Estimate], least: float) -> list[str | Text]:
         f"{s.preset.topology.num_gpus} × {s.gpu.name} give {requests(s.concurrency)} {least:g} tokens/s each.",
         *answer(e),
     ]
-    if e.tokens_per_s_per_user < least * (1 + search.error_band(e)):
+    if e.tokens_per_s_per_user < least * (1 + (search.error_band(e) or 1.0)):
         lines.append("The speed asked for is within the model's error of this: measure before you rely on it.")
     return lines
 

@@ -15,13 +15,18 @@ from kimi_jax.ledger.precision import STORED, Precision
 from kimi_jax.ledger.routing import Routing
 from meshes import GPU, LayoutError, Preset, expert_slots
 
+CHUNK = 2048
+"""Prompt tokens that a device group runs at a time."""
+
 
 @dataclass(frozen=True)
 class Prefill:
-    """Prompts that the same GPUs work through between decode steps."""
+    """Prompts that the same GPUs work through beside decode steps."""
 
     input_tokens: int
     output_tokens: int
+    chunk: int = CHUNK
+    """Prompt tokens of a device group that run beside a step."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +44,17 @@ class Scenario:
     """Draft nodes of a request's tree; 0 decodes without a draft."""
     overlap: float = 0.0
     """Share of communication hidden behind computation, 0 to 1."""
+    hierarchical: bool = False
+    """Whether all-reduces over the network are made of small messages between domains, in place of NCCL's."""
     has_eplb: bool = True
     physical_slots: int = 0
     """Expert slots of one replica; 0 for the fewest that divide."""
     prefill: Prefill | None = None
+    """Prompts that come in the steady state, each as a request ends."""
+    chunk: int = 0
+    """Prompt tokens that each device group runs in this very step; with `concurrency` 0 nothing else."""
+    chunk_context: int = 0
+    """Cached tokens that such a token sees, on average."""
     model: ModelConfig = field(default_factory=k26)
     precision: Precision = STORED
     drafter: DrafterConfig = field(default_factory=kimi_drafter)
@@ -85,6 +97,7 @@ def make_scenario(
     """
     constants, model = constants or Constants(), model or k26()
     drafter = options.setdefault("drafter", kimi_drafter())
+    precision = options.setdefault("precision", STORED)
     acceptance = acceptance or default_acceptance(drafter.block_size, constants=constants)
     options.setdefault(
         "routing",
@@ -93,8 +106,9 @@ def make_scenario(
         ),
     )
     result = Scenario(
-        preset=preset, gpu=gpu, kernels=kernels(kernel_library, gpu.name), concurrency=concurrency, context=context,
-        acceptance=acceptance, constants=constants, model=model, link=LINKS[gpu.local_link.name], **options,
+        preset=preset, gpu=gpu, kernels=kernels(kernel_library, gpu.name, precision.expert_format),
+        concurrency=concurrency, context=context, acceptance=acceptance, constants=constants, model=model,
+        link=LINKS[gpu.local_link.name], **options,
     )  # fmt: skip
     validate(result)
     return result
@@ -111,7 +125,9 @@ def validate(s: Scenario) -> None:
             f"hit rates for {s.acceptance.max_depth} draft positions, but a block of {s.drafter.block_size} "
             f"has {s.drafter.block_size - 1}"
         )
-    for name, value, least in (("concurrency", s.concurrency, 1), ("context", s.context, 1), ("budget", s.budget, 0)):
+    lowest = {"concurrency": 0 if s.chunk else 1, "context": 1, "budget": 0, "chunk": 0, "chunk_context": 0}
+    for name, least in lowest.items():
+        value = getattr(s, name)
         if value < least:
             raise ValueError(f"{name} is {value}: at least {least}")
     if not 0 <= s.overlap <= 1:

@@ -21,14 +21,28 @@ Goal = Literal["latency", "throughput"]
 Family = Literal["hgx", "nvl"]
 Side = Literal["left", "right"]
 
-ERROR_BAND = {"single-node": 0.15, "wide-ep": 0.30}
-"""Largest error that the model claims, by the family of a published point."""
+ERROR_BAND = {"single-node": 0.15, "wide-ep": 0.30, "pcie": 0.25, "prefill": 0.25}
+"""Largest error that the model claims, by the family of published points."""
 
 
-def error_band(estimate: Estimate) -> float:
-    """What the model's error was on published points like this one (`study.published`)."""
-    layout = estimate.scenario.preset.layout
-    return ERROR_BAND["single-node" if layout.ep == 1 and layout.tp <= 8 else "wide-ep"]
+def error_band(estimate: Estimate) -> float | None:
+    """What the model's error was on published points like this one (`study.published`); None where there are none.
+
+    There are none of tensor parallelism beyond 8 GPUs or over the network, and one machine that proves nothing.
+    """
+    s = estimate.scenario
+    layout = s.preset.layout
+    if layout.tp > 8 or s.preset.span("tp").domains > 1:
+        return None
+    if not s.gpu.nvlink_bytes_per_s:
+        return ERROR_BAND["pcie"] if layout.ep == 1 else None
+    return ERROR_BAND["single-node" if layout.ep * layout.tp <= 8 and layout.ep == 1 else "wide-ep"]
+
+
+def band_of(*estimates: Estimate | None) -> float | None:
+    """The loosest band of estimates that are compared; None where one of them has none."""
+    bands = [error_band(e) for e in estimates if e is not None]
+    return None if None in bands else max((band for band in bands if band is not None), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -173,8 +187,8 @@ def recommend(
     other = next((e for e in ranked if _axes(e) != _axes(best)), None)
     margin = value(best) / value(other) - 1 if other else math.inf
     # Two layouts of one model on one machine share most errors: the band is that of the pair's looser one.
-    band = max(error_band(best), error_band(other)) if other else 0.0
-    return Recommendation(best, other, goal, margin, margin > band, _reasons(best, other))
+    band = band_of(best, other) if other else 0.0
+    return Recommendation(best, other, goal, margin, band is not None and margin > band, _reasons(best, other))
 
 
 def _axes(e: Estimate) -> tuple[int, int, int]:
@@ -308,7 +322,9 @@ class Comparison:
         """Which machine is faster, or that the model cannot tell."""
         if self.left is None or self.right is None:
             return "neither fits" if self.left is self.right else "only one fits"
-        band = max(error_band(self.left), error_band(self.right))
+        band = band_of(self.left, self.right)
+        if band is None:
+            return "no band known"
         if abs(self.ratio - 1) <= band:
             return "too close to tell"
         return f"{self.right.scenario.preset.name if self.ratio > 1 else self.left.scenario.preset.name} faster"

@@ -17,6 +17,7 @@ from kimi_jax.parallel.messages import as_sent
 from meshes import GPU, expert_slots
 
 if TYPE_CHECKING:
+    from kimi_jax.config import ModelConfig
     from kimi_jax.ledger.step import Need, Work
 
 TIMED = (*(part for part in PARTS if part not in ("embedding", "other")), "launch")
@@ -123,7 +124,9 @@ class Estimate:
 def _dense(s: Scenario, need: "Need", work: "Work", bits: float | None, fixed_us: float = 0.0) -> Part:
     """Dense products that read their weights once: bytes or arithmetic, whichever is slower."""
     arithmetic = "bf16" if bits is None or bits >= 16 else s.precision.dense_arithmetic
-    fractions = s.constants.dense_bandwidth_fraction, s.kernels.attention.dense_flop_fraction
+    rows = s.preset.layout.group_requests(s.concurrency) * (s.budget + 1)
+    few, many = s.kernels.attention.dense_flop_fraction, s.constants.prompt_flop_fraction
+    fractions = s.constants.dense_bandwidth_fraction, (rows + s.chunk) / (rows / few + s.chunk / max(few, many))
     return _slower(s, need.layers, work, fractions, arithmetic, fixed_us)
 
 
@@ -189,10 +192,20 @@ def _attention(s: Scenario, need: "Need") -> Part:
     projections = _dense(s, need, need.work["weights"], s.precision.attention_bits, k.us)
     arithmetic = "fp8" if s.precision.cache_bytes == 1 else "bf16"
     fractions = k.cache_bandwidth_fraction, k.cache_flop_fraction
-    scores = _slower(s, need.layers, need.work["cache"], fractions, arithmetic)
-    rows = s.preset.layout.group_requests(s.concurrency) * (s.budget + 1)
+    scores = [_slower(s, need.layers, need.work["cache"], fractions, arithmetic)]
+    if "prompt" in need.work:
+        prompt = need.work["prompt"]
+        absorbed = replace(prompt, flops=prompt.flops * (_expanded(s.model) if k.expands_prompts else 1))
+        scores.append(_slower(s, need.layers, absorbed, fractions, arithmetic))
+    rows = s.preset.layout.group_requests(s.concurrency) * (s.budget + 1) + s.chunk
     passes = s.constants.elementwise_passes * 2 * s.model.hidden_size
-    return _sum(projections, scores, _streamed(s, need.layers, rows * passes))
+    return _sum(projections, *scores, _streamed(s, need.layers, rows * passes))
+
+
+def _expanded(m: "ModelConfig") -> float:
+    """Operations of scores and values with a prompt's keys and values expanded, over those of the absorbed form."""
+    expanded = m.qk_nope_head_dim + m.qk_rope_head_dim + m.v_head_dim
+    return expanded / (2 * m.kv_lora_rank + m.qk_rope_head_dim)
 
 
 def _imbalance(s: Scenario, ranks: int) -> float:
@@ -208,10 +221,12 @@ def routed(s: Scenario) -> Routed:
     """What routing makes of a step's rows on the busiest rank."""
     layout, m = s.preset.layout, s.model
     ranks, width, requests = layout.expert_ranks, s.budget + 1, math.ceil(s.concurrency / layout.dp)
-    distinct = s.routing.distinct_experts(s.routing.effective_rows(requests, width))
+    chunk = s.chunk * layout.ep
+    rows = s.routing.effective_rows(requests, width) if requests else 0
+    distinct = s.routing.distinct_experts(rows + chunk)
     slots = s.physical_slots or expert_slots(m.n_routed_experts, ranks)
     local = routing_module.busiest_rank_experts(distinct, m.n_routed_experts, slots // ranks, ranks)
-    pairs = requests * width * m.num_experts_per_tok
+    pairs = (requests * width + chunk) * m.num_experts_per_tok
     share = routing_module.busiest_rank_share(pairs, ranks, _imbalance(s, ranks))
     return Routed(local, pairs / ranks * share, share)
 
@@ -274,12 +289,13 @@ def estimate(s: Scenario) -> Estimate:
     layout, on_rank, has_draft = s.preset.layout, routed(s), s.budget > 0
     step = Step(
         s.model, layout, s.concurrency, s.budget + 1, s.context, s.drafter if has_draft else None,
-        slots=s.physical_slots, precision=s.precision, routed=on_rank,
+        slots=s.physical_slots, precision=s.precision, routed=on_rank, chunk=s.chunk, chunk_context=s.chunk_context,
     )  # fmt: skip
     exchange = step.used_exchange
     s = replace(s, preset=s.preset.with_layout(replace(layout, exchange=exchange)))
     needs = ledger(replace(step, exchange=_PRICED_AS.get(exchange, exchange)))
-    network, k, c = Network(s.gpu, s.preset.topology, s.constants, s.link), s.kernels.overheads, s.constants
+    network = Network(s.gpu, s.preset.topology, s.constants, s.link, s.hierarchical)
+    k, c = s.kernels.overheads, s.constants
     launch_us = k.launch_us * s.model.num_hidden_layers + k.host_us
     bits = s.precision.shared_bits
     parts = {
@@ -302,23 +318,24 @@ def estimate(s: Scenario) -> Estimate:
     for part in parts.values():
         resources.update(part.resource_ms(s.gpu))
     limit_resource = max(resources, key=lambda name: resources[name])
+    step_ms = communication + computation - hidden
     return Estimate(
-        s, parts, step_ms=communication + computation - hidden, hidden_ms=hidden, prefill_ms=_prefill_ms(s),
+        s, parts, step_ms=step_ms, hidden_ms=hidden, prefill_ms=_prefill_ms(s, step_ms),
         limit_ms=resources[limit_resource], limit_resource=limit_resource,
         acceptance_length=s.acceptance.length(s.budget), memory=memory(s, needs),
     )  # fmt: skip
 
 
-def _prefill_ms(s: Scenario) -> float:
-    """Time that prompts of newly arriving requests take from each decode step, spread evenly.
+def _prefill_ms(s: Scenario, step_ms: float) -> float:
+    """Time that prompts of newly arriving requests add to each step, spread evenly.
 
-    In the steady state each request that ends is replaced, so prompts come at concurrency × input tokens for every
-    output_tokens steps' worth of tokens.
+    In the steady state each request that ends is replaced, so a group has as many prompt tokens a step to run as its
+    requests × tokens of a round × prompt over answer. They run as chunks beside steps, which read the weights once for
+    both.
     """
     if s.prefill is None:
         return 0.0
-    is_hopper = s.gpu.compute_capability[0] == 9
-    c = s.constants
-    rate = c.prefill_tokens_per_s_hopper if is_hopper else c.prefill_tokens_per_s_blackwell
-    per_token = s.concurrency * s.prefill.input_tokens / (rate * s.preset.layout.num_devices * s.prefill.output_tokens)
-    return 1e3 * per_token * s.acceptance.length(s.budget)
+    p = s.prefill
+    mixed = replace(s, prefill=None, chunk=p.chunk, chunk_context=p.input_tokens // 2)
+    tokens = s.concurrency / s.preset.layout.groups * s.acceptance.length(s.budget) * p.input_tokens / p.output_tokens
+    return tokens / p.chunk * (estimate(mixed).step_ms - step_ms)

@@ -22,6 +22,9 @@ class Constants:
     dense_bandwidth_fraction: float = _constant(
         0.82, "of HBM", "derived", f"{AIC}: bfloat16 GEMM of at most 64 rows, B300 65536×7168 in 143 µs, H200 alike"
     )
+    prompt_flop_fraction: float = _constant(
+        0.5, "of FLOP/s", "calibrated", "products of thousands of rows; calibration points 1 to 3 in view"
+    )
     elementwise_passes: float = _constant(
         8, "passes/layer", "derived", "two residual adds with norms: 2 × 4 passes over a row's bfloat16 values"
     )
@@ -56,12 +59,6 @@ class Constants:
     reserve_bytes: float = _constant(
         3.9e9, "B/GPU", "measured", "aiconfigurator systems/*.yaml: NCCL 0.4 GB and 3.5 GB other"
     )
-    prefill_tokens_per_s_hopper: float = _constant(
-        2_125, "tokens/s/GPU", "calibrated", "17k tokens/s for 8 × H200, K2.5 INT4, points 1"
-    )
-    prefill_tokens_per_s_blackwell: float = _constant(
-        5_625, "tokens/s/GPU", "calibrated", "45k tokens/s for 8 × B200 or B300, K2.5 INT4, points 2 and 3"
-    )
     # Collectives.
     domain_hop_us: float = _constant(
         3, "µs/doubling", "derived",
@@ -72,9 +69,11 @@ class Constants:
     nvls_bandwidth_fraction: float = _constant(0.74, "of NVLink", "measured", "NCCL tuning.cc, NVLS on Blackwell")
     nccl_base_us: float = _constant(6.7, "µs", "measured", "NCCL tuning.cc base latency, LL ring and tree")
     nccl_local_hop_us: float = _constant(0.6, "µs/hop", "measured", "NCCL tuning.cc, NVLink LL")
-    nccl_tree_network_hop_us: float = _constant(
-        5, "µs/hop", "measured", "NCCL tuning.cc, network tree LL (25 µs for 2 × 8; one poorly tuned cluster had 62)"
-    )
+    nccl_network_us: float = _constant(
+        62, "µs", "measured",
+        "NCCL, small all-reduce over InfiniBand, 2 × 8 GPUs, the only measurement found; NCCL's own model has 25",
+    )  # fmt: skip
+    nccl_tree_network_hop_us: float = _constant(5, "µs/hop", "measured", "NCCL tuning.cc, network tree LL")
     nccl_ring_network_hop_us: float = _constant(2.7, "µs/hop", "measured", "NCCL tuning.cc, network ring LL")
     nccl_bandwidth_fraction: float = _constant(
         0.75, "of link", "derived", f"{AIC}: NCCL 2.29, 8 × B300, large messages"
@@ -122,7 +121,8 @@ LINKS = {
         " NCCL all-gather 8 × H200",
     ),
     "PCIe 5 x16": LinkConstants(
-        26, 0.6, 60, 0.38, 26, 26, 0.3, 15,
-        f"{AIC}: all-reduce and all-to-all, RTX PRO 6000 × 8",
+        26, 0.6, 45, 0.5, 26, 26, 0.3, 15,
+        f"{AIC}: all-reduce and all-to-all, RTX PRO 6000 × 8; 45 µs and 0.5: between those tables and what K2.6 reaches"
+        " on 8 of these cards",
     ),
 }  # fmt: skip

@@ -3,6 +3,9 @@
 import dataclasses
 from typing import Literal
 
+Format = Literal["int4", "fp8", "nvfp4", "bf16"]
+"""Of routed experts."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
@@ -20,6 +23,13 @@ class Precision:
     expert_arithmetic: Literal["bf16", "fp8", "fp4"] = "bf16"
     dense_arithmetic: Literal["bf16", "fp8"] = "bf16"
 
+    @property
+    def expert_format(self) -> Format:
+        """What kernels of routed experts read."""
+        if self.expert_bits is None:
+            return "int4"
+        return "bf16" if self.expert_bits >= 16 else "fp8" if self.expert_bits >= 8 else "nvfp4"
+
     def bits(self, part: str) -> float | None:
         """Bits of a part's weights; None for those of its declaration."""
         return {
@@ -30,3 +40,14 @@ class Precision:
 
 STORED = Precision()
 """As the checkpoint and the model's type have it."""
+
+FP8_BITS, NVFP4_BITS = 8 + 32 / 128**2, 4 + 8 / 16
+"""Of a weight with its share of a scale: float32 for a block of 128 × 128, FP8 for a group of 16."""
+# Routed experts alone are quantised, but for FP8, where the head is the only large product that is not.
+PRECISIONS: dict[str, Precision] = {
+    "int4": STORED,
+    "fp8": Precision(FP8_BITS, FP8_BITS, FP8_BITS, 16, None, 1, expert_arithmetic="fp8", dense_arithmetic="fp8"),
+    "nvfp4": Precision(NVFP4_BITS, 16, 16, 16, dispatch_bytes=NVFP4_BITS / 8, expert_arithmetic="fp4"),
+    "bf16": Precision(16, 16, 16, 16),
+}
+"""Of weights by the name that quantised checkpoints have; the cache is as the model's type has it."""

@@ -46,6 +46,9 @@ class Network:
     topology: Topology
     constants: Constants
     link: LinkConstants
+    hierarchical: bool = False
+    """Whether an all-reduce that crosses the network is made of a fast one in each domain and small messages between
+    them, in place of NCCL's."""
 
     @classmethod
     def of(cls, machine: Preset, gpu: GPU) -> "Network":
@@ -101,10 +104,10 @@ def all_reduce_algorithms(network: Network, size: int, num_bytes: float) -> list
 
 
 def all_reduce(network: Network, span: AxisSpan, num_bytes: float) -> Transfer:
-    """All-reduce over a group: the fastest algorithm, hierarchical where the group crosses the network.
+    """All-reduce over a group: the fastest algorithm of one domain, and NCCL's where the group crosses the network.
 
-    Hierarchical: reduce-scatter in the domain, all-reduce of the shards across domains (NCCL tree or ring), and
-    all-gather in the domain.
+    With `Network.hierarchical`: reduce-scatter in the domain, all-reduce of the shards across domains (tree or ring),
+    and all-gather in the domain, at the latencies of NCCL's own model.
     """
     if span.size == 1:
         return Transfer()
@@ -116,9 +119,15 @@ def all_reduce(network: Network, span: AxisSpan, num_bytes: float) -> Transfer:
     c, n = network.constants, span.domains
     shard = num_bytes / span.size_per_domain
     rate = c.network_bandwidth_fraction * network.remote
-    tree_us = c.nccl_base_us + 2 * math.ceil(math.log2(n)) * c.nccl_tree_network_hop_us
-    ring_us = c.nccl_base_us + 2 * (n - 1) * c.nccl_ring_network_hop_us
+    doublings = math.ceil(math.log2(n))
     least = shard * (n - 1) / n
+    if not network.hierarchical:
+        latency = c.nccl_network_us + 2 * (doublings - 1) * c.nccl_tree_network_hop_us
+        moved = 2 * num_bytes * (1 - 1 / span.size_per_domain) / (c.nccl_bandwidth_fraction * network.local)
+        local = num_bytes * (1 - 1 / span.size_per_domain)
+        return Transfer(latency + moved + 2 * shard / rate, latency, local, least, "NCCL, network")
+    tree_us = c.nccl_base_us + 2 * doublings * c.nccl_tree_network_hop_us
+    ring_us = c.nccl_base_us + 2 * (n - 1) * c.nccl_ring_network_hop_us
     across = min(
         Transfer(tree_us + 2 * shard / rate, tree_us, 0.0, least, "tree"),
         Transfer(ring_us + 2 * least / rate, ring_us, 0.0, least, "ring"),

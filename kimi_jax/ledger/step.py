@@ -44,7 +44,9 @@ class Step:
     drafter: DrafterConfig | None = None
     program: Program = "round"
     chunk: int = 0
-    """Rows of another prompt that a device group of a mixed step runs beside the trees, behind as much cached text."""
+    """Rows of another prompt that a device group of a mixed step runs beside the trees."""
+    chunk_context: int | None = None
+    """Cached tokens that such a row sees, on average; by default as many as the requests have."""
     slots: int = 0
     """Expert slots of one replica and layer; 0 for the fewest that divide."""
     dtype: DTypeLike = jnp.bfloat16
@@ -71,6 +73,12 @@ class Step:
     def device_rows(self) -> int:
         """Rows of one device."""
         return self.device_requests * self.rows + self.chunk
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of one device that logits are wanted of: of a prompt its last one."""
+        prompts = self.program == "prefill"
+        return self.device_requests * (1 if prompts else self.rows) + bool(self.chunk)
 
     @property
     def num_slots(self) -> int:
@@ -119,7 +127,7 @@ class Need:
     cache: float = 0.0
     """Bytes held of cached latents, or of the drafter's context."""
     work: dict[str, Work] = dataclasses.field(default_factory=dict)
-    """By what is read: `weights`, `cache`, `head` (the drafter's use of it), `activations`."""
+    """By what is read: `weights`, `cache`, `prompt` (what a chunk sees), `head` (the drafter's use of it), `activations`."""
     messages: tuple[Message, ...] = ()
 
     @property
@@ -146,8 +154,11 @@ def _model(step: Step) -> Iterator[tuple[str, Need]]:
     shards = model_held(config, layout, jnp.dtype(step.dtype), step.num_slots)
     held = {part: _stored(step, shard) for part, shard in shards.items()}
     cache = step.device_requests * cache_bytes(step)
-    cached = cache + cache_bytes(step) if step.chunk else cache
-    work = {"weights": _products(held["attention"], rows), "cache": Work(cached, _score_flops(step))}
+    scores = _score_flops(step, step.device_requests * step.rows, step.context)
+    work = {"weights": _products(held["attention"], rows), "cache": Work(cache, scores)}
+    if step.chunk:
+        seen = step.context if step.chunk_context is None else step.chunk_context
+        work["prompt"] = Work(cache_bytes(step, seen), _score_flops(step, step.chunk, seen))
     yield "attention", Need(config.num_hidden_layers, held["attention"].bytes, cache, work)
     for part, layers in (
         ("router", moe_layers), ("shared_expert", moe_layers), ("dense", config.first_k_dense_replace),
@@ -158,9 +169,8 @@ def _model(step: Step) -> Iterator[tuple[str, Need]]:
         held["experts"].bytes / local * routed.experts, 2 * held["experts"].values / local * routed.pairs
     )  # fmt: skip
     yield "experts", Need(moe_layers, held["experts"].bytes, work={"weights": read})
-    head_rows = step.device_requests if step.program == "prefill" else rows - step.chunk + bool(step.chunk)
-    picks = tuple(messages.head(config, layout, head_rows, greedy=step.greedy))
-    yield "head", Need(1, held["head"].bytes, work={"weights": _products(held["head"], head_rows)}, messages=picks)
+    picks = tuple(messages.head(config, layout, step.head_rows, greedy=step.greedy))
+    yield "head", Need(1, held["head"].bytes, work={"weights": _products(held["head"], step.head_rows)}, messages=picks)
     looked_up = Work(rows * config.hidden_size * step.item)
     yield "embedding", Need(1, held["embedding"].bytes, work={"activations": looked_up})
     yield "exchange", Need(moe_layers, messages=_exchanged(step))
@@ -180,23 +190,23 @@ def _products(weights: Shard, rows: float) -> Work:
     return Work(weights.bytes, 2 * rows * weights.values)
 
 
-def cache_bytes(step: Step) -> float:
-    """Latents and rotary keys of one request on each of the tp ranks that serve it."""
-    config = step.config
+def cache_bytes(step: Step, tokens: int | None = None) -> float:
+    """Latents and rotary keys of one request, by default its whole context, on each of the tp ranks that serve it."""
+    config, tokens = step.config, step.context if tokens is None else tokens
     width = config.kv_lora_rank + config.qk_rope_head_dim
-    return config.num_hidden_layers * width * (step.precision.cache_bytes or step.item) * _positions(step)
+    return config.num_hidden_layers * width * (step.precision.cache_bytes or step.item) * _positions(step, tokens)
 
 
-def _positions(step: Step) -> int:
-    return -(-step.context // step.layout.cache_ranks)
+def _positions(step: Step, tokens: int) -> int:
+    return -(-tokens // step.layout.cache_ranks)
 
 
-def _score_flops(step: Step) -> float:
-    """Absorbed scores and values of all rows on the context: its heads on all of it, or all heads on its part."""
+def _score_flops(step: Step, rows: int, tokens: int) -> float:
+    """Absorbed scores and values of rows on cached tokens: its heads on all of them, or all heads on its part."""
     config = step.config
     heads = config.num_attention_heads / step.layout.tp * step.layout.cache_ranks
     width = 2 * config.kv_lora_rank + config.qk_rope_head_dim
-    return 2.0 * step.device_rows * heads * width * _positions(step) * config.num_hidden_layers
+    return 2.0 * rows * heads * width * _positions(step, tokens) * config.num_hidden_layers
 
 
 def _exchanged(step: Step) -> tuple[Message, ...]:
@@ -228,9 +238,10 @@ def _drafter(step: Step, drafter: DrafterConfig, head: Need) -> Iterator[tuple[s
         yield "drafter", Need(1, held, cache, work, tuple(messages.fused_taps(drafter, layout, step.device_rows, item)))
         return
     positions, of_head = requests * step.depth, head.work["weights"]
+    taps = 2 * step.chunk * drafter_read(drafter, layout, dtype, prefill=True).values
     work = {
-        "weights": _products(read, requests * drafter.block_size),
-        "head": Work(of_head.hbm_bytes, of_head.flops * step.depth / step.rows),
+        "weights": Work(read.bytes, 2 * requests * drafter.block_size * read.values + taps),
+        "head": Work(of_head.hbm_bytes, of_head.flops * positions / step.head_rows),
         "cache": Work(cache),
     }
     sent = messages.drafting(drafter, layout, requests, item)

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from kimi_jax.estimator.explain import explain
-from kimi_jax.estimator.kernels import KERNELS
+from kimi_jax.estimator.kernels import ATTENTION, EXPERTS, OVERHEADS
 from kimi_jax.estimator.scenario import make_scenario
 from kimi_jax.estimator.step import estimate
 from kimi_jax.ledger.constants import Constants
@@ -22,7 +22,7 @@ def test_every_constant_has_a_source_and_is_explained(scenario):
         assert field.metadata["kind"] in ("measured", "derived", "calibrated", "assumed")
         assert field.name in effects
     assert {"gpu.hbm_bytes_per_s", "kernels.attention.us", "link.one_shot_us"} < set(effects)
-    assert all(piece.source for k in KERNELS.values() for piece in (k.attention, k.experts, k.overheads))
+    assert all(piece.source for table in (ATTENTION, EXPERTS, OVERHEADS) for piece in table.values())
     assert [e.swing for e in effects.values()] == sorted((e.swing for e in effects.values()), reverse=True)
 
 

@@ -40,8 +40,9 @@ def test_all_reduce():
     assert len(nvlink) > 80
     assert min(nvlink) > 0.8
     assert max(nvlink) < 1.3
-    # Over PCIe a change of protocol around 0.5 MB is missed.
-    assert min(ratios.values()) > 0.6
+    # Over PCIe the constants lie between this table and a faster machine of the same cards, and a change of protocol
+    # around 0.5 MB is missed.
+    assert min(ratios.values()) > 0.45
     assert np.median(list(ratios.values())) == pytest.approx(1, abs=0.05)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from kimi_jax.estimator import search
 from kimi_jax.estimator.acceptance import rate_for_length
 from kimi_jax.estimator.explain import explain
-from kimi_jax.estimator.kernels import KERNELS, kernels
+from kimi_jax.estimator.kernels import ATTENTION, EXPERTS, OVERHEADS, kernels
 from kimi_jax.estimator.report import number, percent, requests
 from kimi_jax.estimator.scenario import Scenario, make_scenario
 from kimi_jax.estimator.search import Comparison, Family
@@ -104,7 +104,9 @@ def _pair(hgx: int, nvl: int, load: int) -> tuple[Estimate, Estimate, str]:
     c = _comparison(hgx, nvl, load)
     assert c.left is not None
     assert c.right is not None
-    band = max(search.error_band(c.left), search.error_band(c.right))
+    band = search.band_of(c.left, c.right)
+    if band is None:
+        return c.left, c.right, f"{100 * (c.ratio - 1):+.0f} %, with no published point to judge the model's error by"
     told = "which is inside" if abs(c.ratio - 1) <= band else "more than"
     return c.left, c.right, f"{100 * (c.ratio - 1):+.0f} %, {told} the model's error of ±{100 * band:.0f} %"
 
@@ -270,11 +272,11 @@ def _sureness() -> dict[str, str]:
         if e.swing >= 0.0005
     )
     libraries = []
-    for (name, architecture), k in KERNELS.items():
-        for group in ("attention", "experts", "overheads"):
-            piece = getattr(k, group)
+    for group, pieces in (("attention", ATTENTION), ("experts", EXPERTS), ("overheads", OVERHEADS)):
+        for key, piece in pieces.items():
             values = ", ".join(f"{f} {v:g}" for f, v in vars(piece).items() if isinstance(v, int | float))
-            libraries.append((name, architecture, group, values, piece.kind, piece.source))
+            name, *of = (key,) if isinstance(key, str) else key
+            libraries.append((name, group, ", ".join(of), values, piece.kind, piece.source))
     without_effect = ", ".join(sorted(f"`{e.name}`" for e in effects if e.swing < 0.0005))
     return {"constants": _rows(constants), "without_effect": without_effect, "kernels": _rows(libraries)}
 

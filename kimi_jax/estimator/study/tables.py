@@ -36,7 +36,7 @@ def validation_table(wide: bool = False) -> Table:
         rows += [None, (Text(role, style="bold"), *[""] * 6)]
         for name, p, band in published.compared(role):
             rows.append((name, role, number(p.published), number(p.predicted), f"{100 * p.error:+.0f} %",
-                         f"±{100 * band:.0f} %", p.source))  # fmt: skip
+                         f"±{100 * band:.0f} %" if band else "none", p.source))  # fmt: skip
     caption = f"overlap {published.OVERLAP:g} for all rows"
     return table("Predicted against published", columns, rows, wide=wide, caption=caption)
 
