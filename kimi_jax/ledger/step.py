@@ -127,7 +127,7 @@ class Need:
     cache: float = 0.0
     """Bytes held of cached latents, or of the drafter's context."""
     work: dict[str, Work] = dataclasses.field(default_factory=dict)
-    """By what is read: `weights`, `cache`, `prompt` (what a chunk sees), `head` (the drafter's use of it), `activations`."""
+    """By what is read: `weights`, `cache`, `prompt` (a chunk's cache), `head` (the drafter's use), `activations`."""
     messages: tuple[Message, ...] = ()
 
     @property

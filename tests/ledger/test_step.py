@@ -124,13 +124,17 @@ def test_a_mixed_step_is_a_round_with_a_chunk_beside_it():
     layout, chunk = preset("nvl72").layout, 512
     alone, mixed = ledger(step_on(layout)), ledger(step_on(layout, program="mixed", chunk=chunk))
     rows, requests = 8 * 17, 8  # of a device
+    near = step_on(layout, program="mixed", chunk=chunk, chunk_context=4096)  # half of the requests' 8,192
     for part in ("router", "shared_expert", "dense"):
         flops = mixed[part].total.flops / alone[part].total.flops
         assert flops == pytest.approx((rows + chunk) / rows)
         assert mixed[part].total.hbm_bytes == alone[part].total.hbm_bytes
     assert mixed["head"].total.flops / alone["head"].total.flops == pytest.approx((rows + 1) / rows)
-    cached = mixed["attention"].work["cache"].hbm_bytes / alone["attention"].work["cache"].hbm_bytes
-    assert cached == pytest.approx((requests + 1) / requests)
+    read = mixed["attention"].work
+    assert read["cache"] == alone["attention"].work["cache"]
+    assert read["prompt"].hbm_bytes == pytest.approx(read["cache"].hbm_bytes / requests)
+    assert read["prompt"].flops == pytest.approx(read["cache"].flops / rows * chunk)
+    assert read["prompt"].flops == pytest.approx(2 * ledger(near)["attention"].work["prompt"].flops)
     assert mixed["attention"].cache == alone["attention"].cache
     prefill = ledger(step_on(layout, program="prefill", requests=9, rows=chunk))
     apart = alone["experts"].total.hbm_bytes + prefill["experts"].total.hbm_bytes
