@@ -132,7 +132,7 @@ def _seen(
     """The sequences with numbers of content where their images are, and the images' rows there."""
     if engine.encoder is None:
         raise MediumError(NO_TOWER)
-    placed = [engine.encoder.place(ids, own, engine.config.vocab_size) for ids, own in zip(inputs, media, strict=True)]
+    placed = [engine.encoder.place(ids, own) for ids, own in zip(inputs, media, strict=True)]
     embeddings = np.zeros((*shape, engine.config.hidden_size), engine.dtype)
     flat = [(row, each) for row, (_, own) in enumerate(placed) for each in own]
     in_group = shape[0] // engine.layout.groups

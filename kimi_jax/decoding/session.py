@@ -189,7 +189,7 @@ class Session:
             return ids, ()
         if self.encoder is None:
             raise MediumError(NO_TOWER)
-        return self.encoder.place(ids, media, self.programs.model.config.vocab_size)
+        return self.encoder.place(ids, media)
 
     def _see(self, admissions: Sequence[Admission]) -> None:
         """Runs the images of new requests through the tower; their rows wait on the host for the lanes.

@@ -21,6 +21,9 @@ from kimi_jax.serving.plan import Request, Settings
 from kimi_jax.text_files import TextError, require_utf8
 from kimi_jax.text_output import Reader
 from kimi_jax.tokenizer import Tokenizer
+from kimi_jax.vision.config import VisionConfig
+from kimi_jax.vision.media import Medium, with_content
+from kimi_jax.vision.parts import Album
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Service:
     """New tokens of a chat's answer where the request does not say; None follows the mode."""
     folder: Path | None = None
     """Of the checkpoint, which may have a chat template."""
+    vision: VisionConfig | None = None
+    """Of the checkpoint's tower; without one images are refused."""
     number: Callable[[], int] = dataclasses.field(default_factory=lambda: itertools.count().__next__)
     """Counts requests."""
 
@@ -68,7 +73,7 @@ class Service:
         self.check_model(body.model)
         thinking = self.thinking if body.thinks is None else body.thinks
         tools = body.tools if body.tool_choice == "auto" else []
-        ids = self._render(body.messages, tools, thinking, body.keeps_thinking, body.add_generation_prompt)
+        ids, media = self._render(body.messages, tools, thinking, body.keeps_thinking, body.add_generation_prompt)
         asked = body.max_tokens or body.max_completion_tokens
         if asked is None:
             room = self.capacity - len(ids)
@@ -78,7 +83,7 @@ class Service:
             most = asked
         form = self._form(ChatForm, body, body.top_logprobs if body.logprobs else None)
         how = {"raw": False, "thinking": thinking and body.add_generation_prompt, "tools": tools}
-        return self._prepared(body, [ids], most, form, [None], how, calls=body.tool_choice == "auto")
+        return self._prepared(body, [ids], most, form, [None], how, calls=body.tool_choice == "auto", media=media)
 
     def completion(self, data: bytes) -> Prepared:
         """A body of /v1/completions. Raises ApiError where it does not fit."""
@@ -100,7 +105,7 @@ class Service:
             options = body.chat_template_kwargs
             thinking = self._thinks(options)
             preserve = options.preserve_thinking
-            ids = self._render(body.messages, body.tools, thinking, preserve, body.add_generation_prompt)
+            ids, _ = self._render(body.messages, body.tools, thinking, preserve, body.add_generation_prompt)
         return {"tokens": ids, "count": len(ids), "max_model_len": self.capacity}
 
     def detokenize(self, data: bytes) -> dict[str, Any]:
@@ -142,15 +147,18 @@ class Service:
     def _render(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], thinking: bool, preserve: bool,
         generation: bool,
-    ) -> list[int]:  # fmt: skip
+    ) -> tuple[list[int], list[Medium]]:  # fmt: skip
+        """Ids of a conversation, with a placeholder for each token of its images, and the images."""
+        album = None if self.vision is None else Album(self.vision.processing, files=False)
         # lm-eval's messages say that they are text.
         messages = [{k: v for k, v in each.items() if (k, v) != ("type", "text")} for each in messages]
         try:
             require_utf8(json.dumps([messages, tools], ensure_ascii=False), "the body")
-            return render(
-                messages, self.tokenizer,
-                tools=tools, thinking=thinking, preserve_thinking=preserve, add_generation_prompt=generation,
+            ids = render(
+                messages, self.tokenizer, tools=tools, thinking=thinking, preserve_thinking=preserve,
+                add_generation_prompt=generation, look=None if album is None else album.look,
             )  # fmt: skip
+            return ids, [] if album is None else album.media
         except (MessageError, TextError, RecursionError) as error:
             raise refusal("tools" if str(error).startswith("tools") else "messages", str(error)) from None
 
@@ -183,7 +191,9 @@ class Service:
         echoes: Sequence[Echo | None],
         how: Mapping[str, Any],
         calls: bool = True,
+        media: Sequence[Medium] = (),
     ) -> Prepared:
+        """`media` are the images of each prompt."""
         for ids in prompts:
             self._check_room(len(ids), most)
         if body.n > 1 and len(prompts) > 1 and body.n * len(prompts) > 1024:
@@ -193,11 +203,15 @@ class Service:
         silent = [token for token in self.stop_ids if token not in stops]
         requests, choices, told = [], [], []
         for ids, echo in zip(prompts, echoes, strict=True):
+            seen, placed = tuple(ids), ()
+            if self.vision is not None and media:
+                content, placed = with_content(ids, media, self.vision.placeholder_id)
+                seen = tuple(content)
             for each in settings:
                 reader = Reader(self.tokenizer, stops, stops=body.stop, silent_ids=silent, **how)
                 choices.append(Choice(len(choices), reader, body.stop_token_ids, calls))
                 each = each if echo is None else dataclasses.replace(each, prompt_logprobs=form.logprobs)
-                requests.append(Request(f"{form.id}-{self.number()}", tuple(ids), most, each))
+                requests.append(Request(f"{form.id}-{self.number()}", seen, most, each, media=placed))
                 told.append(echo)
         return Prepared(requests, choices, told, form, body.n, body.stream, body.include_usage)
 

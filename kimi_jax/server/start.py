@@ -74,6 +74,7 @@ def app_on(engine: Engine, folder: Path, serving: Serving, log: Callable[[str], 
     service = Service(
         serving.model, engine.tokenizer, engine.stop_ids, engine.known_ids or engine.config.vocab_size, capacity,
         sampling_fields(folder), serving.thinking, serving.most_new_tokens, folder=folder,
+        vision=None if engine.vision is None else engine.vision.config,
     )  # fmt: skip
     metrics = Metrics(serving.model)
     loop = EngineLoop(lambda: open_queue(engine, serving), serving.slots + serving.waiting, metrics)

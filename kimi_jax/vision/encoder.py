@@ -34,11 +34,9 @@ class Encoder:
     mesh: Mesh
     rules: Rules
 
-    def place(
-        self, ids: Sequence[int], media: Sequence[Medium], vocab_size: int
-    ) -> tuple[list[int], tuple[Placed, ...]]:
+    def place(self, ids: Sequence[int], media: Sequence[Medium]) -> tuple[list[int], tuple[Placed, ...]]:
         """A prompt's ids, with numbers of content where its media are; see `media.with_content`."""
-        return with_content(ids, media, self.module.config.placeholder_id, vocab_size)
+        return with_content(ids, media, self.module.config.placeholder_id)
 
     @functools.cached_property
     def program(self) -> Encode:

@@ -15,7 +15,8 @@ TOKENS_PER = 4
 """Patches of a frame that become one token."""
 MOST_PATCHES = 18_432
 """Patches of a medium at most: limits hold before padding, so a grid may exceed K2.6's 16,384 somewhat."""
-LARGEST_ID = 2**31 - 1
+FIRST_ID, LAST_ID = 2**24, 2**31 - 1
+"""Range of the numbers that stand for content: beyond any vocabulary, and within int32."""
 NO_TOWER = "the checkpoint has no vision tower and sees no images: open one that has, or describe them in text"
 
 
@@ -58,13 +59,13 @@ class Medium:
     def __repr__(self) -> str:
         return f"Medium({self.grid}, {self.digest.hex()[:16]})"
 
-    def ids(self, vocab_size: int) -> list[int]:
+    def ids(self) -> list[int]:
         """One number for each of its places, from its content and beyond the vocabulary.
 
         They stand where the placeholders were, so that whatever compares prompts (kept pages, journals) sees pictures.
         """
         numbers = np.frombuffer(hashlib.shake_256(self.digest).digest(4 * self.tokens), np.uint32)
-        return (vocab_size + numbers.astype(np.int64) % (LARGEST_ID - vocab_size)).tolist()
+        return (FIRST_ID + numbers.astype(np.int64) % (LAST_ID - FIRST_ID)).tolist()
 
     def to_json(self) -> dict[str, Any]:
         """As JSON carries it, a third larger than its bytes."""
@@ -120,16 +121,14 @@ def spans(ids: Sequence[int], media: Sequence[Medium], placeholder: int) -> list
     return found
 
 
-def with_content(
-    ids: Sequence[int], media: Sequence[Medium], placeholder: int, vocab_size: int
-) -> tuple[list[int], tuple[Placed, ...]]:
+def with_content(ids: Sequence[int], media: Sequence[Medium], placeholder: int) -> tuple[list[int], tuple[Placed, ...]]:
     """A prompt with numbers of the media's content instead of placeholders (see `Medium.ids`), and where they are.
 
     Raises as `spans`.
     """
     result, found = list(ids), spans(ids, media, placeholder)
     for medium, span in zip(media, found, strict=True):
-        result[span.start : span.stop] = medium.ids(vocab_size)
+        result[span.start : span.stop] = medium.ids()
     return result, tuple(Placed(span.start, medium) for medium, span in zip(media, found, strict=True))
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from kimi_jax.config import SIZES
 from kimi_jax.decoding.generate import Limits, Request
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.decoding.speculation import Draft
@@ -95,17 +96,17 @@ def test_plans_carry_patches(prompt_media):
     assert again == plan
     for before, after in zip(placed, again.admissions[0].media, strict=True):
         np.testing.assert_array_equal(before.medium.patches, after.medium.patches)
-        assert before.medium.ids(576) == after.medium.ids(576)
+        assert before.medium.ids() == after.medium.ids()
 
 
 def test_numbers_of_content(prompt_media):
-    """Beyond the vocabulary, within int32, other ones for every pixel's change and every place."""
+    """Beyond any vocabulary, within int32, other ones for every pixel's change and every place."""
     medium = prompt_media[0]
-    ids = medium.ids(163_840)
+    ids = medium.ids()
     assert len(ids) == medium.tokens == len(set(ids))
-    assert 163_840 <= min(ids) <= max(ids) < 2**31
+    assert SIZES["vocab_size"][1] <= min(ids) <= max(ids) < 2**31
     changed = medium.patches.copy()
     changed[7, 300] ^= 1
-    assert not set(ids) & set(Medium(changed, medium.grid).ids(163_840))
+    assert not set(ids) & set(Medium(changed, medium.grid).ids())
     turned = Medium(medium.patches, (medium.grid[0], medium.grid[2], medium.grid[1]))
-    assert not set(ids) & set(turned.ids(163_840))
+    assert not set(ids) & set(turned.ids())
