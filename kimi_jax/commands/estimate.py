@@ -6,12 +6,14 @@ Examples:
   uv run scripts/estimate.py recommend --mesh nvl72 --goal throughput --least-speed 40
   uv run scripts/estimate.py smallest --least-speed 100 --batch 64
   uv run scripts/estimate.py compare --gpus 8 16 36 72
+  uv run scripts/estimate.py image --mesh nvl72 --sizes 1920x1080 3840x2160
   uv run scripts/estimate.py plot budget --output budget.png
   uv run scripts/estimate.py check --mesh nvl72 --gpu gb300
 """
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -35,13 +37,14 @@ from kimi_jax.commands.options import (
 )
 from kimi_jax.commands.progress import quiet_compiler, stages
 from kimi_jax.commands.scenario import Load, Place
-from kimi_jax.estimator import pictures, report, search, step
+from kimi_jax.estimator import images, pictures, report, search, step
 from kimi_jax.estimator.explain import explain
 from kimi_jax.estimator.study import document, original
 from kimi_jax.estimator.study import tables as study_tables
-from kimi_jax.ledger.models import k26, kimi_drafter
+from kimi_jax.ledger.models import k26, k26_vision, kimi_drafter
 from kimi_jax.tables import show
 from kimi_jax.text_files import require_writable, write_text
+from kimi_jax.vision.config import VisionConfig
 from meshes import gpu
 from meshes.devices import use_cpu_if_no_gpu
 
@@ -311,6 +314,29 @@ def _show(as_json: bool, data: Callable[[], Any], *renderables: Any) -> None:
         show(*renderables)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageOptions(Place):
+    """Options of `image`."""
+
+    sizes: tuple[str, ...] = ("224x224", "640x480", "1920x1080", "3840x2160")
+    """Pictures, width x height in pixels."""
+
+
+def run_image(options: ImageOptions) -> None:
+    """What a picture costs until its answer begins: patches, tokens, tower and prompt, on a machine that is idle."""
+    machine = options.layout.preset()
+    s = options.scenario(machine, options.gpu)
+    config = k26_vision() if options.checkpoint is None else VisionConfig.from_json(options.checkpoint)
+    if config is None:
+        raise ValueError(f"{options.checkpoint} has no vision_config: the model sees no images")
+    sizes = [re.fullmatch(r"([1-9]\d{0,5})[x×]([1-9]\d{0,5})", size) for size in options.sizes]
+    if None in sizes or not sizes:
+        raise ValueError(f"--sizes are {' '.join(options.sizes)}; write each as width x height, such as 640x480")
+    found = [images.image(s, config, int(size[1]), int(size[2])) for size in sizes if size]
+    weights = f"Tower and projector hold {found[0].weights_gb:.3f} GB on every GPU, which sees one picture at a time."
+    _show(options.json, lambda: [images.as_dict(e) for e in found], images.images_table(s, found), weights)
+
+
 COMMANDS = {
     "point": run_point,
     "sweep": run_sweep,
@@ -318,6 +344,7 @@ COMMANDS = {
     "smallest": run_smallest,
     "compare": run_compare,
     "explain": run_explain,
+    "image": run_image,
     "check": run_check,
     "original": run_original,
     "validate": run_validate,

@@ -7,6 +7,7 @@ from typing import Any
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.drafter.config import DrafterConfig
+from kimi_jax.vision.config import VisionConfig
 
 
 def asset(name: str) -> Any:
@@ -18,6 +19,14 @@ def asset(name: str) -> Any:
 def k26() -> ModelConfig:
     """The configuration of moonshotai/Kimi-K2.6, from the packaged copy of its config.json."""
     return ModelConfig.from_dict(asset("k26_config.json"))
+
+
+@functools.cache
+def k26_vision() -> VisionConfig:
+    """The configuration of K2.6's vision tower, from the same file."""
+    config = VisionConfig.from_dict(asset("k26_config.json"))
+    assert config is not None
+    return config
 
 
 @functools.cache

@@ -133,10 +133,14 @@ def with_content(ids: Sequence[int], media: Sequence[Medium], placeholder: int) 
 
 
 def buckets() -> Iterator[int]:
-    """Numbers of patches that programs are compiled for, ascending."""
-    size = 256
+    """Numbers of patches that programs are compiled for, ascending: whole blocks of 256, at most half as many more than
+    the one before from 512 on."""
+    yield 256
+    size = 512
     while size < MOST_PATCHES:
         yield size
+        if size + size // 2 < MOST_PATCHES:
+            yield size + size // 2
         size *= 2
     yield MOST_PATCHES
 

@@ -10,6 +10,7 @@ from PIL import Image
 from kimi_jax.config_fields import ConfigError
 from kimi_jax.vision.images import Limits, Processing, opened
 from kimi_jax.vision.media import MOST_PATCHES, MediumError, bucket, buckets
+from kimi_jax.vision.tower import QUERIES
 
 SIZES = [  # width and height of an image, resized, padded, rows and columns of patches, tokens
     ((14, 14), (14, 14), (28, 28), (2, 2), 1),
@@ -55,8 +56,10 @@ def test_every_grid_has_a_program():
     ]
     most = max(np.prod(processing.grid(*size)) for size in sides)
     assert 16_384 < most <= MOST_PATCHES
-    assert list(buckets()) == [256, 512, 1024, 2048, 4096, 8192, 16_384, 18_432]
-    assert [bucket(count) for count in (1, 256, 257, 16_385)] == [256, 256, 512, 18_432]
+    expected = [256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12_288, 16_384, 18_432]
+    assert list(buckets()) == expected
+    assert not any(size % QUERIES for size in expected)
+    assert [bucket(count) for count in (1, 256, 257, 10_764, 16_385)] == [256, 256, 512, 12_288, 18_432]
 
 
 def test_patches_are_cut_and_padded():
