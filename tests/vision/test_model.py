@@ -12,6 +12,7 @@ from kimi_jax.config import SIZES
 from kimi_jax.decoding.generate import Limits, Request
 from kimi_jax.decoding.sampling import Sampling
 from kimi_jax.decoding.speculation import Draft
+from kimi_jax.serving import plan
 from kimi_jax.serving.plan import Admission, Plan, Settings
 from kimi_jax.vision.media import Medium, MediumError, Placed
 
@@ -19,7 +20,7 @@ GREEDY = Sampling()
 TOLERANCE = 1e-4
 
 
-@pytest.mark.parametrize("mesh", ["local", "hgx-ib-16", "nvl72"])
+@pytest.mark.parametrize("mesh", ["local", pytest.param("hgx-ib-16", marks=pytest.mark.slow), "nvl72"])
 def test_logits_with_two_images(mesh, engines, vision_reference, prompt_media):
     ids = vision_reference["prompt_ids"][0].tolist()
     found = engines(mesh).logits(ids, prompt_media)
@@ -52,24 +53,55 @@ def continuation(engine, ids, media, count):
     return ids[prompt:]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "draft"),
-    [
-        ("local", Draft(budget=7)),
-        pytest.param("local", Draft(kind="none"), marks=pytest.mark.slow),
-        pytest.param("hgx-ib-16", Draft(budget=7), marks=pytest.mark.slow),
-    ],
-)
-def test_greedy_text_is_that_of_the_logits(mesh, draft, engines, vision_reference, prompt_media):
-    """In small chunks, beside neighbours that come and go: the same prompt, with other pictures, and text alone."""
-    ids = vision_reference["prompt_ids"][0].tolist()
+def expected_texts(engines, ids, prompt_media):
+    """Of the fixture's prompt, with its pictures and with others."""
     inverted = [Medium(255 - medium.patches, medium.grid) for medium in prompt_media]
-    expected = [continuation(engines(), ids, media, 5) for media in (prompt_media, inverted)]
+    both = [tuple(prompt_media), tuple(inverted)]
+    expected = [continuation(engines(), ids, media, 5) for media in both]
     assert expected[0] != expected[1], "the text should depend on the pictures"
-    asked = [Request(ids, GREEDY, 0, 5, stop_ids=(), media=tuple(media)) for media in (prompt_media, inverted)]
+    return [Request(ids, GREEDY, 0, 5, stop_ids=(), media=media) for media in both], expected
+
+
+def test_greedy_text_is_that_of_the_logits(engines, vision_reference, prompt_media):
+    asked, expected = expected_texts(engines, vision_reference["prompt_ids"][0].tolist(), prompt_media)
+    assert texts(engines(), asked, Limits(), Draft(budget=7)) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "draft"), [("local", "none"), ("local", "ddtree"), ("hgx-ib-16", "ddtree")])
+def test_neighbours_change_nothing(mesh, draft, engines, vision_reference, prompt_media):
+    """In small chunks, beside requests that come and go: the same prompt, with other pictures, and text alone."""
+    ids = vision_reference["prompt_ids"][0].tolist()
+    asked, expected = expected_texts(engines, ids, prompt_media)
     text = Request(ids[:9], GREEDY, 0, 9, stop_ids=())
-    found = texts(engines(mesh), [text, *asked, asked[0]], Limits(prefill_chunk=16), draft, slots=2)
+    limits, way = Limits(prefill_chunk=16), Draft(draft, 7)
+    found = texts(engines(mesh), [text, *asked, asked[0]], limits, way, slots=2)
     assert found[1:] == [*expected, expected[0]]
+
+
+@pytest.mark.slow
+def test_kept_pages_know_their_pictures(engines, vision_reference, prompt_media):
+    """Prompts that differ in a picture alone share the pages before it and no other, and their texts are their own."""
+    engine = dataclasses.replace(engines(), drafter=None)
+    page = engine.programs().page_tokens
+    text, rest = np.random.default_rng(0).integers(0, 300, (2, 2 * page)).tolist()
+    first = text[: page + 5]  # the picture stands in the second page
+    ids = [*first, *[341] * 6, *rest]
+    inverted = Medium(255 - prompt_media[0].patches, prompt_media[0].grid)
+    expected = [continuation(engines(), ids, [medium], 4) for medium in (prompt_media[0], inverted)]
+    queue = engine.queue(1, 5 * page, Limits(prefill_chunk=page), Draft(kind="none"))
+    reused, texts = [], []
+    for number, medium in enumerate((prompt_media[0], inverted, prompt_media[0], inverted)):
+        content, media = queue.session.placed(ids, [medium])
+        before = queue.scheduler.reused_tokens
+        queue.submit(plan.Request(str(number), tuple(content), 4, media=media))
+        texts.append([])
+        while not queue.idle:
+            for event, _ in queue.step():
+                texts[-1] += event.tokens
+        reused.append(queue.scheduler.reused_tokens - before)
+    assert texts == [*expected, *expected]
+    assert reused == [0, page, 3 * page, 3 * page]
 
 
 def test_what_does_not_fit_is_refused(engines, vision_reference, prompt_media):
@@ -91,9 +123,9 @@ def test_what_does_not_fit_is_refused(engines, vision_reference, prompt_media):
 def test_plans_carry_patches(prompt_media):
     """A process that follows gets the same media, with the same numbers."""
     placed = tuple(Placed(first, medium) for first, medium in zip((3, 20), prompt_media, strict=True))
-    plan = Plan(0, admissions=(Admission(0, "a", 40, 5, 0, Settings(), media=placed),))
-    again = Plan.from_json(plan.to_json())
-    assert again == plan
+    sent = Plan(0, admissions=(Admission(0, "a", 40, 5, 0, Settings(), media=placed),))
+    again = Plan.from_json(sent.to_json())
+    assert again == sent
     for before, after in zip(placed, again.admissions[0].media, strict=True):
         np.testing.assert_array_equal(before.medium.patches, after.medium.patches)
         assert before.medium.ids() == after.medium.ids()

@@ -26,7 +26,7 @@ def encode(engine, media):
     return engine.encoder([(index % groups, medium) for index, medium in enumerate(media)])
 
 
-@pytest.mark.parametrize("mesh", ["local", "hgx-ib-16", "nvl72"])
+@pytest.mark.parametrize("mesh", ["local", pytest.param("hgx-ib-16", marks=pytest.mark.slow), "nvl72"])
 def test_rows_on_every_mesh(mesh, engines, seen):
     """Images and chunks of 2 to 4 frames, below, at and above the size of the table of positions."""
     rows = encode(engines(mesh), seen.media)
@@ -72,6 +72,7 @@ def test_a_mistake_is_seen(mistake, engines, seen, monkeypatch):
     assert relative(np.asarray(found)[: medium.tokens], seen.rows[index]) > 1000 * TOLERANCE
 
 
+@pytest.mark.slow
 def test_media_share_a_group_s_ranks(engines, seen):
     """More media of one group than it has ranks take several calls, and every one finds its rows."""
     engine = engines("hgx-ib-16")
