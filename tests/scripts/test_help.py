@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[2]
 SUBCOMMANDS = {
     "benchmark": ("speculation", "peers", "serve", "scaling", "gpu", "page"),
     "convert": ("plan", "to-orbax", "to-hf"),
-    "estimate": ("point", "sweep", "recommend", "smallest", "compare", "explain", "check", "original", "validate",
-                 "plot", "docs"),
+    "estimate": ("point", "sweep", "recommend", "smallest", "compare", "explain", "image", "check", "original",
+                 "validate", "plot", "docs"),
     "evaluate": ("logits", "reference", "perplexity", "tasks", "compare"),
     "profile": ("diff",),
     "train": ("target", "drafter", "routing"),
