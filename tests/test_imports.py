@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 WITHOUT_JAX = {
-    f"serving.{name}" for name in ("plan", "events", "pages", "prefix", "work", "group", "scheduler", "transport")
+    f"serving.{name}"
+    for name in ("plan", "events", "pages", "prefix", "work", "group", "scheduler", "transport", "arrivals")
 }
 """What the host decides of requests; decoding executes it."""
 

@@ -5,6 +5,7 @@ Examples:
   uv run scripts/estimate.py recommend --mesh hgx-ib-16 --batch 1
   uv run scripts/estimate.py recommend --mesh nvl72 --goal throughput --least-speed 40
   uv run scripts/estimate.py smallest --least-speed 100 --batch 64
+  uv run scripts/estimate.py serve --mesh hgx-ib-8 --rate 1
   uv run scripts/estimate.py compare --gpus 8 16 36 72
   uv run scripts/estimate.py image --mesh nvl72 --sizes 1920x1080 3840x2160
   uv run scripts/estimate.py plot budget --output budget.png
@@ -12,15 +13,15 @@ Examples:
 """
 
 import dataclasses
-import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
 
+from kimi_jax.commands.estimate_serve import run_serve
 from kimi_jax.commands.options import (
     NVL72,
     Batch,
@@ -42,7 +43,6 @@ from kimi_jax.estimator.explain import explain
 from kimi_jax.estimator.study import document, original
 from kimi_jax.estimator.study import tables as study_tables
 from kimi_jax.ledger.models import k26, k26_vision, kimi_drafter
-from kimi_jax.tables import show
 from kimi_jax.text_files import require_writable, write_text
 from kimi_jax.vision.config import VisionConfig
 from meshes import gpu
@@ -61,7 +61,7 @@ def run_point(options: PointOptions) -> None:
     """One layout under one load: time by part, bottleneck, memory, speed, each beside its physical limit."""
     result = step.estimate(options.scenario(options.layout.preset(), options.gpu, options.budget))
     tables = [report.parts_table(result, options.wide), report.speed_table(result), report.memory_table(result)]
-    _show(options.json, lambda: report.details(result), *report.answer(result), *tables)
+    report.output(options.json, lambda: report.details(result), *report.answer(result), *tables)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def run_sweep(options: SweepOptions) -> None:
                     best = search.fastest(machine, s, (budget,), at.fixed()) if options.best_layout else None
                     results.append(best or step.estimate(s))
     table = report.estimates_table(results, "Sweep", options.wide)
-    _show(options.json, lambda: [report.summary(e) for e in results], table)
+    report.output(options.json, lambda: [report.summary(e) for e in results], table)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ def run_recommend(options: RecommendOptions) -> None:
     rows = [e for e in (found.best, found.runner_up) if e]
     table = report.estimates_table(rows, f"{machine.name}, best and runner-up", options.wide)
     text = report.recommendation_text(found)
-    _show(options.json, lambda: report.recommendation_data(found), *text, table, *found.reasons)
+    report.output(options.json, lambda: report.recommendation_data(found), *text, table, *found.reasons)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ def run_smallest(options: SmallestOptions) -> None:
     table = report.estimates_table(found, "The smallest of each card", options.wide)
     first, *others = (report.details(e) for e in found)
     text = report.smallest_text(found, options.least_speed)
-    _show(options.json, lambda: first | {"others": others}, *text, table)
+    report.output(options.json, lambda: first | {"others": others}, *text, table)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,7 +184,7 @@ def run_compare(options: CompareOptions) -> None:
                 shown.append(f"{name}, by requests: " + "; ".join(f"from {load} {layout}" for load, layout in side))
             crossings = dict(zip(names, changes, strict=True))
             data[" / ".join(names)] = {"rows": report.comparison_data(rows), "crossovers": crossings}
-    _show(options.json, lambda: data, *shown)
+    report.output(options.json, lambda: data, *shown)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,7 +203,7 @@ def run_explain(options: ExplainOptions) -> None:
         effects = [e for e in effects if e.swing >= 0.001]
     title = f"{s.preset.name}, {s.gpu.name}, {search.describe(s.preset.layout)}, {report.requests(s.concurrency)}"
     table = report.effects_table(effects, title, options.wide)
-    _show(options.json, lambda: [dataclasses.asdict(e) for e in effects], table)
+    report.output(options.json, lambda: [dataclasses.asdict(e) for e in effects], table)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -243,7 +243,7 @@ def run_check(options: CheckOptions) -> None:
     wrong = check.apart(pairs)
     title = f"{options.layers} layers of a round on {machine.name} ({search.describe(machine.layout)}), {case.gpu}"
     verdict = "Ledger and compiler agree." if not wrong else ""
-    _show(options.json, lambda: check.data(pairs), check.show(pairs, title), verdict)
+    report.output(options.json, lambda: check.data(pairs), check.show(pairs, title), verdict)
     if wrong:
         parts = ", ".join(dict.fromkeys(pair.part for pair in wrong))
         raise ValueError(f"ledger and compiler are more than {check.TOLERANCE:.0%} apart in: {parts}")
@@ -252,12 +252,12 @@ def run_check(options: CheckOptions) -> None:
 def run_original(json: Json = False, wide: Wide = False) -> None:
     """The original analysis, figure by figure, reproduced and beside the corrected model."""
     figures = list(original.figures())
-    _show(json, lambda: [dataclasses.asdict(f) for f in figures], study_tables.original_table(figures, wide))
+    report.output(json, lambda: [dataclasses.asdict(f) for f in figures], study_tables.original_table(figures, wide))
 
 
 def run_validate(json: Json = False, wide: Wide = False) -> None:
     """Predicted against published speeds, calibration and held-out points apart."""
-    _show(json, study_tables.validation_data, study_tables.validation_table(wide))
+    report.output(json, study_tables.validation_data, study_tables.validation_table(wide))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -287,9 +287,9 @@ def run_plot(options: PlotOptions) -> None:
     }[options.picture]()
     if options.output:
         pictures.save_png(picture, options.output)
-        _show(options.json, lambda: {"output": str(options.output)}, f"{options.output}: {picture.title}")
+        report.output(options.json, lambda: {"output": str(options.output)}, f"{options.output}: {picture.title}")
     else:
-        _show(options.json, lambda: dataclasses.asdict(picture), pictures.terminal(picture))
+        report.output(options.json, lambda: dataclasses.asdict(picture), pictures.terminal(picture))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -305,13 +305,6 @@ def run_docs(options: DocsOptions) -> None:
     require_writable(options.output)
     write_text(options.output, document.cluster_scaling())
     Console(stderr=True).print(f"{options.output} written", style="dim", highlight=False)
-
-
-def _show(as_json: bool, data: Callable[[], Any], *renderables: Any) -> None:
-    if as_json:
-        print(json.dumps(data(), indent=2, ensure_ascii=False))
-    else:
-        show(*renderables)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -334,7 +327,7 @@ def run_image(options: ImageOptions) -> None:
         raise ValueError(f"--sizes are {' '.join(options.sizes)}; write each as width x height, such as 640x480")
     found = [images.image(s, config, int(size[1]), int(size[2])) for size in sizes if size]
     weights = f"Tower and projector hold {found[0].weights_gb:.3f} GB on every GPU, which sees one picture at a time."
-    _show(options.json, lambda: [images.as_dict(e) for e in found], images.images_table(s, found), weights)
+    report.output(options.json, lambda: [images.as_dict(e) for e in found], images.images_table(s, found), weights)
 
 
 COMMANDS = {
@@ -342,6 +335,7 @@ COMMANDS = {
     "sweep": run_sweep,
     "recommend": run_recommend,
     "smallest": run_smallest,
+    "serve": run_serve,
     "compare": run_compare,
     "explain": run_explain,
     "image": run_image,

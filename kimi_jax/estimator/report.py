@@ -1,5 +1,6 @@
 """Estimates as tables for a terminal and as plain data for JSON."""
 
+import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,10 +13,18 @@ from kimi_jax.estimator.explain import Effect
 from kimi_jax.estimator.scenario import Scenario
 from kimi_jax.estimator.search import Comparison, Recommendation
 from kimi_jax.estimator.step import Estimate
-from kimi_jax.tables import command_line, left, right, table
+from kimi_jax.tables import command_line, left, right, show, table
 from meshes import Layout
 
 GB = 1e9
+
+
+def output(as_json: bool, data: Callable[[], Any], *renderables: Any) -> None:
+    """Prints one JSON object, or text and tables."""
+    if as_json:
+        print(json.dumps(data(), indent=2, ensure_ascii=False))
+    else:
+        show(*renderables)
 
 
 def percent(part: float, whole: float) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from kimi_jax.decoding.engine import Draft, Engine
 from kimi_jax.decoding.generate import Limits, Progress, Request
 from kimi_jax.decoding.sampling import Sampling
+from kimi_jax.serving.arrivals import Lengths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +32,7 @@ class Load:
     def draw(self, vocab_size: int) -> list[Request]:
         """The requests."""
         random = np.random.default_rng(self.seed)
-        lengths = np.exp(np.log(self.median) + self.sigma * random.standard_normal(self.requests))
-        limits = np.clip(lengths.round(), 1, self.longest).astype(int).tolist()
+        limits = Lengths(self.median, self.sigma, self.longest).draw(random, self.requests)
         prompts = random.integers(0, vocab_size // 2, (self.requests, self.prompt)).tolist()
         return [Request(ids, Sampling(), 0, limit, stop_ids=()) for ids, limit in zip(prompts, limits, strict=True)]
 

@@ -67,6 +67,7 @@ TABLES = {
     "recommend": ("--mesh", "hgx-ib-16", "--batch", "512"),
     "sweep": ("--meshes", "hgx-ib-8", "nvl72", "--budgets", "0", "8"),
     "smallest": ("--least-speed", "40", "--batch", "256", "--budgets", "0"),
+    "serve": ("--mesh", "hgx-ib-8", "--rate", "1", "--requests", "40"),
     "compare": ("--gpus", "72", "--batches", "8192"),
     "explain": ("--mesh", "hgx-ib-16"),
     "original": (),
@@ -149,6 +150,8 @@ def test_the_smallest_machine_of_each_card(main, capsys):
             "no machine holds 900000 requests of 8192",
         ),
         (("smallest", "--least-speed", "0"), "--least-speed is 0: "),
+        (("serve", "--rate", "0"), "rate is 0; it must be more than 0"),
+        (("serve", "--prefill-machines", "1"), "--prefill-machines takes prompts by --rate"),
         (("smallest", "--least-speed", "9", "--gpu", "a100"), "unknown GPU 'a100'"),
     ],
 )
