@@ -169,13 +169,15 @@ def test_python_blocks_import_what_there_is(page, block):
     exec(compile(tree, page, "exec"), {})
 
 
+ELSEWHERE = ("architecture.md", "serving.md")
 RUN = {"README.md": pytest.mark.slow, "profiling.md": pytest.mark.exhaustive, "kernels_int4_moe.md": ()}
 
 
 @pytest.mark.parametrize(
-    ("page", "block"), [pytest.param(*block, marks=RUN[block[0]]) for block in PYTHON if block[0] != "architecture.md"]
+    ("page", "block"), [pytest.param(*block, marks=RUN[block[0]]) for block in PYTHON if block[0] not in ELSEWHERE]
 )
 def test_python_blocks_run(page, block, folder):
-    """Those of architecture.md are files, which tests/extending runs."""
+    """Those of architecture.md are files, which tests/extending runs; those of serving.md talk to a server, in
+    tests/server."""
     done = subprocess.run([sys.executable, "-c", block], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -5,6 +5,7 @@ Examples:
   uv run scripts/benchmark.py speculation --checkpoint DIR --drafter DIR --file prompts.txt --budgets 8 16 32 --json
   uv run --group fixtures scripts/benchmark.py peers
   uv run scripts/benchmark.py serve --static
+  uv run scripts/benchmark.py serve --rate 20 --ways none ddtree
   uv run scripts/benchmark.py scaling
   uv run scripts/benchmark.py gpu
   uv run scripts/benchmark.py gpu --rehearse h200
@@ -19,6 +20,7 @@ import tyro
 from rich.console import Console
 
 from kimi_jax.commands.benchmark_gpu import gpu
+from kimi_jax.commands.benchmark_serve import serve
 from kimi_jax.commands.options import Checkpoint, Drafter, DrafterOptions, Json, OptionalFile, dispatch
 from kimi_jax.commands.progress import bar_on, open_engine
 from kimi_jax.opening import BUNDLED_CHECKPOINT, drafter_of
@@ -160,58 +162,6 @@ def scaling(options: ScalingOptions) -> None:
         for row in rows
     ]  # fmt: skip
     show(table(ran, columns, cells))
-
-
-@dataclasses.dataclass(frozen=True)
-class ServeOptions(DrafterOptions):
-    """Options of `serve`."""
-
-    requests: int = 200
-    """Requests, all there from the start, with answers of log-normal lengths."""
-    slots: int = 8
-    """Requests at work at the same time."""
-    median: int = 40
-    """New tokens of the median answer."""
-    sigma: float = 0.8
-    """Deviation of the logarithms of the answers' lengths."""
-    budget: int = 0
-    """Tree nodes of a round; 0 decodes plainly."""
-    static: bool = False
-    """Also serve them in static batches, each of which ends with its longest answer."""
-    json: Json = False
-
-
-def serve(options: ServeOptions) -> None:
-    """A queue of requests through the engine's slots: slots in use, rounds, tokens/s."""
-    status = Console(stderr=True, soft_wrap=True, quiet=options.json)
-    drafter = options.known_drafter(status) if options.budget else None
-    opened = open_engine(options, status, drafter)
-
-    from kimi_jax.decoding.engine import PLAIN, Draft
-    from kimi_jax.evaluation.queueing import Load, measure
-    from kimi_jax.evaluation.runs import record
-
-    load = Load(options.requests, options.slots, median=options.median, sigma=options.sigma)
-    draft = Draft("ddtree", options.budget) if options.budget else PLAIN
-    with bar_on(status) as bar:
-        task = bar.add_task("tokens", total=None)
-        found = measure(opened.engine, load, draft, static=options.static, progress=lambda new: bar.advance(task, new))
-    rows = [each.as_dict(found[0]) for each in found]
-    ran = f"{load.requests} requests, {load.slots} slots, answers of {load.median} tokens (σ {load.sigma})"
-    if options.json:
-        print(json.dumps(record("serve", f"{ran}; {opened.where}", rows)))
-        return
-    names = ("tokens", "rounds", "slots in use", "tokens/s", "speed-up")
-    cells = [
-        (each["way"], f"{each['tokens']:,}", f"{each['rounds']:,}", f"{each['slot_use']:.0%}",
-         f"{each['tokens_per_second']:,.0f}", f"{each['speed_up']:.2f}×")
-        for each in rows
-    ]  # fmt: skip
-    last = rows[-1]
-    show(
-        f"{last['tokens_per_second']:,.0f} tokens/s with {last['slot_use']:.0%} of the slots in use; {opened.where}.",
-        table(ran, (*left("way"), *right(*names)), cells),
-    )
 
 
 def page(runs: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path]) -> None:

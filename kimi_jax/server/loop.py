@@ -233,8 +233,9 @@ class EngineLoop:
         if settings.logprobs is not None and snapshot is not None and snapshot.logprobs is not None:
             assert snapshot.top_ids is not None
             assert snapshot.top_logprobs is not None
-            arrays = (snapshot.logprobs, snapshot.top_ids, snapshot.top_logprobs)
-            told = _told(*(array[event.slot, : len(event.tokens)] for array in arrays), settings.logprobs)
+            slot, count = event.slot, len(event.tokens)
+            ids, beside = snapshot.top_ids[slot, :count], snapshot.top_logprobs[slot, :count]
+            told = _told(snapshot.logprobs[slot, :count], ids, beside, settings.logprobs)
         return News(event, told, prompt)
 
     def _on_the_event_loop(self, function: Callable[..., None], *arguments: object) -> None:

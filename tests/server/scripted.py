@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from kimi_jax.decoding.session import Piece
+from kimi_jax.decoding.state import Scored, Top
 from kimi_jax.decoding.step import TOP
 from kimi_jax.server.app import App, HttpLimits
 from kimi_jax.server.loop import EngineLoop, RequestQueue
@@ -20,7 +22,7 @@ from kimi_jax.server.metrics import Metrics
 from kimi_jax.server.run import listen, serve
 from kimi_jax.server.service import Service
 from kimi_jax.serving.events import Event, Seen
-from kimi_jax.serving.plan import Request, Shape
+from kimi_jax.serving.plan import Lane, Request, Shape
 from kimi_jax.serving.scheduler import Scheduler
 
 Script = Callable[[Request], Sequence[int]]
@@ -80,8 +82,11 @@ class ScriptedQueue:
         wanted = {lane.slot: 1 for lane in plan.lanes if lane.last}
         wanted |= {slot: plan.rounds * (1 + self.scheduler.shape.depth) for slot in plan.active}
         seen, told = {}, {}
+        pieces = {lane.slot: self._scored(lane) for lane in plan.lanes}
+        wanted |= dict.fromkeys(pieces.keys() - wanted.keys(), 0)
         for slot, count in wanted.items():
             seen[slot], told[slot] = self._write(slot, count)
+            seen[slot] = dataclasses.replace(seen[slot], extra=pieces.get(slot))
         slots = self.scheduler.shape.slots
         snapshot = SimpleNamespace(
             logprobs=np.zeros((slots, 8)), top_ids=np.zeros((slots, 8, TOP), int),
@@ -95,11 +100,21 @@ class ScriptedQueue:
                 snapshot.top_logprobs[slot, index] = logprob_of(first + index) - np.arange(TOP)
         return [(event, snapshot) for event in self.scheduler.observe(plan.number, seen)]
 
+    def _scored(self, lane: Lane) -> Piece | None:
+        """What is told of a prompt's tokens: each counts its own position as if it were the answer's."""
+        if self._at[lane.slot][0].settings.prompt_logprobs is None:
+            return None
+        after = np.array([*lane.tokens[1:], *(() if lane.following is None else (lane.following,))])
+        logprobs = np.array([logprob_of(lane.start + 1 + index) for index in range(len(after))])
+        ids = np.repeat(after[:, None], TOP, 1)
+        top = Top(ids, logprobs[:, None] - np.arange(TOP))
+        return Piece(lane.start, Scored(logprobs, np.ones(len(after), bool), top))
+
     def _write(self, slot: int, count: int) -> tuple[Seen, tuple[int, list[int]]]:
         request, emitted = self._at[slot]
         text = [*self.script(request)]
         tokens: list[int] = []
-        finished = emitted >= request.limit
+        finished = count > 0 and emitted >= request.limit
         while len(tokens) < count and not finished:
             at = emitted + len(tokens)
             token = text[min(at, len(text) - 1)]
@@ -111,6 +126,8 @@ class ScriptedQueue:
         return Seen(tuple(tokens), finished), (emitted, tokens)
 
 
+STARTING_SECONDS = 600
+"""Until a real engine's programs are compiled on a busy machine."""
 NOT_FINITE = -1
 """In a script: the logits are not finite here."""
 
@@ -178,9 +195,9 @@ def running(app: App, drain_seconds: float = 30) -> Iterator[Running]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    found.until(lambda: app.loop.ready or app.loop.failure is not None, 60)
-    found.queue = app.loop.queue
     try:
+        found.until(lambda: app.loop.ready or app.loop.failure is not None, STARTING_SECONDS)
+        found.queue = app.loop.queue
         yield found
     finally:
         app.draining = True
@@ -188,17 +205,21 @@ def running(app: App, drain_seconds: float = 30) -> Iterator[Running]:
         assert not thread.is_alive()
 
 
-@contextlib.contextmanager
-def scripted(
+def scripted_app(
     tokenizer, script: Script, *, seconds: float = 0.0, waiting: int = 64, fails_at: int | None = None,
-    limits: HttpLimits | None = None, drain_seconds: float = 30, prefix_cache: bool = False, **how: Any,
-) -> Iterator[Running]:  # fmt: skip
-    """The server on a scripted engine."""
+    limits: HttpLimits | None = None, prefix_cache: bool = False, **how: Any,
+) -> App:  # fmt: skip
+    """The server's routes on a scripted engine."""
     stop_ids = tuple(tokenizer.special_id(name) for name in ("<|im_end|>", "[EOS]"))
     told = Service("m", tokenizer, stop_ids, tokenizer.vocab_size, SHAPE.capacity, {})
     metrics = Metrics("m")
     open_queue = lambda: ScriptedQueue(script, seconds, fails_at=fails_at, prefix_cache=prefix_cache)  # noqa: E731
     loop = EngineLoop(open_queue, SHAPE.slots + waiting, metrics)
-    app = App(told, loop, metrics, limits=limits or HttpLimits(), **how)
-    with running(app, drain_seconds) as server:
+    return App(told, loop, metrics, limits=limits or HttpLimits(), **how)
+
+
+@contextlib.contextmanager
+def scripted(tokenizer, script: Script, *, drain_seconds: float = 30, **how: Any) -> Iterator[Running]:
+    """The server on a scripted engine."""
+    with running(scripted_app(tokenizer, script, **how), drain_seconds) as server:
         yield server

@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from tests.server.scripted import NOT_FINITE, logprob_of, scripted
+from tests.server.scripted import NOT_FINITE, SHAPE, logprob_of, scripted
 
 WEATHER = {
     "type": "function",
@@ -199,6 +199,24 @@ def test_echo_begins_with_the_prompt(client):
     assert answer.choices[0].finish_reason == "length"
     parts = client.completions.create(model="m", prompt=prompt, echo=True, max_tokens=2, stream=True)
     assert "".join(part.choices[0].text for part in parts) == answer.choices[0].text
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_echo_tells_the_prompts_log_probabilities(client, tokenizer, most):
+    ids = tokenizer.encode("<|im_middle|>characters<|im_end|> naïve 漢字" * 9, allow_special=True)
+    assert len(ids) > SHAPE.chunk  # it comes in pieces
+    asked = {"model": "m", "prompt": [ids], "max_tokens": most, "echo": True, "logprobs": 1}
+    whole = client.completions.create(**asked).choices[0]
+    told = whole.logprobs
+    expected = [None, *map(logprob_of, range(1, len(ids))), *map(logprob_of, range(most))]
+    assert told.token_logprobs == expected
+    assert told.top_logprobs[0] is None
+    assert [max(top.values()) for top in told.top_logprobs[1:]] == expected[1:]
+    assert len(told.tokens) == len(told.text_offset) == len(ids) + most
+    parts = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True)]
+    assert "".join(part.text for part in parts) == whole.text
+    assert [each for part in parts for each in part.logprobs.token_logprobs] == expected
+    assert [each for part in parts for each in part.logprobs.text_offset] == told.text_offset
 
 
 def test_errors_are_the_sdks_own(client):
