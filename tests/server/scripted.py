@@ -153,7 +153,7 @@ class Running:
             data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
             connection.request(method, path, data, headers or {})
             reply = connection.getresponse()
-            return Reply(reply.status, reply.read(), dict(reply.getheaders()))
+            return Reply(reply.status, reply.read(), {name.lower(): value for name, value in reply.getheaders()})
 
     def post(self, path: str, **body: Any) -> "Reply":
         return self.request("POST", path, body)

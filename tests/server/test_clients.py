@@ -78,7 +78,7 @@ def test_a_full_queue_says_when_to_come_again(server):
     server.until(lambda: server.app.loop.under_way == SHAPE.slots + 4)
     refused = ask(server)
     assert refused.status == 429
-    assert refused.headers["Retry-After"] == "1"
+    assert refused.headers["retry-after"] == "1"
     assert refused.json["error"]["type"] == "rate_limit_error"
     for connection in held:
         connection.close()
