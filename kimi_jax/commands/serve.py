@@ -55,8 +55,9 @@ class Options(SpeculationOptions):
     """Tokens of prompts that run beside a round at most: longer chunks start answers sooner and make others wait."""
     rounds_per_dispatch: int = 8
     """Rounds that the devices run before the server looks at what came, at most."""
-    warm_up: Annotated[str, option("none|usual|all")] = "all"
-    """Programs compiled before the server is ready: none, those without filters and log-probabilities, or all."""
+    warm_up: Annotated[str | None, option("none|usual|all")] = None
+    """Programs compiled before the server is ready: none, those without filters and log-probabilities, or all; by
+    default all, and the usual ones where the CPU stands for GPUs."""
     drain: int = 600
     """Seconds that answers under way may take after SIGTERM; then they are cut off."""
     max_body: Annotated[int, option("MB")] = 32
@@ -72,7 +73,7 @@ def check(options: Options) -> None:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} are not installed: pip install 'kimi-jax[serve]'")
-    if options.warm_up not in ("none", "usual", "all"):
+    if options.warm_up not in (None, "none", "usual", "all"):
         raise ValueError(f"--warm-up is {options.warm_up}; choose from none, usual, all")
     least = {"waiting": 0, "drain": 0, "max_body": 1, "port": 0, "slots": 1, "default_max_tokens": 1}
     for field, lowest in least.items():
@@ -129,7 +130,7 @@ def main(options: Options) -> None:
         options.waiting,
         Limits(prefill_chunk=options.prefill_chunk, rounds_per_dispatch=options.rounds_per_dispatch),
         options.draft(drafter),
-        options.warm_up,  # pyright: ignore[reportArgumentType]
+        options.warm_up or ("usual" if opened.simulated else "all"),  # pyright: ignore[reportArgumentType]
         not options.instant,
         options.default_max_tokens,
         HttpLimits(body_bytes=options.max_body * 1_000_000),

@@ -107,14 +107,18 @@ class Session:
     def run(self, plan: Plan, rows: int | None = None) -> Ran:
         """Sends a plan to the devices without waiting; with trees of so many rows, or of those of the programs."""
         self._admit(plan)
-        programs = self.programs if rows is None else self.programs.with_rows(rows)
-        programs = programs.drawing(self._draws(plan))
+        programs = self._programs(plan, self._draws(plan), rows)
         ran = self._send(programs, plan, self._slots(plan), self._tiles(plan.lanes))
         wants = [lane for lane in plan.lanes if self._settings[lane.slot].prompt_logprobs is not None]
         if not wants:
             return ran
         places = self._in_groups(plan.lanes, self.shape.lanes)
         return dataclasses.replace(ran, scored={lane.slot: (place, lane) for place, lane in places if lane in wants})
+
+    def _programs(self, plan: Plan, draws: Draws, rows: int | None) -> Programs:
+        """What runs a plan. A chunk alone knows nothing of trees: those of all sizes share it."""
+        programs = self.programs if rows is None or not plan.rounds else self.programs.with_rows(rows)
+        return programs.drawing(draws)
 
     def _send(self, programs: Programs, plan: Plan, slots: int, tiles: int) -> Ran:
         """Runs a plan on the first slots of each group, behind at most so many tiles of cached text."""
@@ -141,9 +145,8 @@ class Session:
         lanes = [Plan(0, lanes=(nobody,), rounds=rounds) for rounds in (0, 1)]
         loops = [Plan(0, rounds=rounds) for rounds in self.shape.rounds]
         for each, count, slots in itertools.product(draws, rows, self.shape.slot_counts):
-            programs = (self.programs if count is None else self.programs.with_rows(count)).drawing(each)
             for plan, behind in [*itertools.product(lanes, tiles), *((plan, 0) for plan in loops)]:
-                self._send(programs, plan, slots, behind).read()
+                self._send(self._programs(plan, each, count), plan, slots, behind).read()
         if self.state.context_pages is not None:
             self._restore([None] * self.shape.groups)
 
