@@ -23,7 +23,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 HOW = {
     "slow": r"^doctor|^decode --(instant|mesh nvl)|^profile --batch 1|^evaluate (compare|perplexity)|^estimate docs",
     "exhaustive": r"^profile --mesh|^estimate check|^evaluate tasks|^benchmark (?!page)|^train|ep 72",
-    "fast": r"--explain$|^doctor .*--exports|^benchmark page|^estimate (point|sweep|recommend|smallest|explain)",
+    "fast": r"--explain$|^doctor .*--exports|^benchmark page|^estimate (point|sweep|recommend|smallest|explain|image)",
     "parsed": r"--help$|^serve|/shared/|\bDIR|\bSHARDED\b|moonshotai/|--process-id|^profile diff",
 }
 """What is done with a command, by what it looks like; the last that fits holds. Those of `parsed` are helps, which
