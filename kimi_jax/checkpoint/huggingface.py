@@ -16,8 +16,9 @@ from jax.typing import DTypeLike
 
 from kimi_jax import parameters
 from kimi_jax.checkpoint.errors import CheckpointError
-from kimi_jax.checkpoint.plan import SKIPPED_FAMILIES, ArrayPlan, Plan, Read, Region, host_buffer, plan, weight_shape
+from kimi_jax.checkpoint.plan import SKIPPED_FAMILIES, ArrayPlan, Plan, Read, Region, plan, weight_shape
 from kimi_jax.checkpoint.safetensors import NUMPY_DTYPES, Files, Tensor, open_checkpoint
+from kimi_jax.parallel.host_arrays import host_buffer
 from kimi_jax.parallel.placement import EMPTY, SlotExperts
 from kimi_jax.parameters import Parameters, Rules
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
@@ -398,11 +397,3 @@ def _merge(wanted: tuple[Region, ...], width: int, itemsize: int) -> tuple[tuple
             )
             result.append((Region(row, row_end, column, column_end), members))
     return tuple(result)
-
-
-def host_buffer(shape: tuple[int, ...], dtype: np.dtype, zero: bool) -> np.ndarray:
-    """Host memory for one block, aligned so that CPU devices can use it in place; zeros only where asked."""
-    size, alignment = math.prod(shape) * dtype.itemsize, 64
-    raw = (np.zeros if zero else np.empty)(size + alignment, np.uint8)
-    first = -raw.ctypes.data % alignment
-    return raw[first : first + size].view(dtype).reshape(shape)

@@ -1,5 +1,6 @@
 """From host memory to arrays over all processes' devices. It all happens between dispatches, never in a round."""
 
+import math
 import zlib
 
 import jax
@@ -54,3 +55,11 @@ def require_devices(mesh: Mesh) -> None:
             f"the layout uses {mesh.size} of {jax.device_count()} devices and none of this process's: start only "
             f"{used} processes, or take a layout that uses the whole machine"
         )
+
+
+def host_buffer(shape: tuple[int, ...], dtype: np.dtype, zero: bool) -> np.ndarray:
+    """Host memory for one block, aligned so that CPU devices can use it in place; zeros only where asked."""
+    size, alignment = math.prod(shape) * dtype.itemsize, 64
+    raw = (np.zeros if zero else np.empty)(size + alignment, np.uint8)
+    first = -raw.ctypes.data % alignment
+    return raw[first : first + size].view(dtype).reshape(shape)

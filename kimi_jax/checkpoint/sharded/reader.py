@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from kimi_jax import parameters as declared
 from kimi_jax.checkpoint.errors import CheckpointError
 from kimi_jax.checkpoint.huggingface import Counter, Progress, reading_pool, require_finite
-from kimi_jax.checkpoint.plan import Block, host_buffer, lay_out
+from kimi_jax.checkpoint.plan import Block, lay_out
 from kimi_jax.checkpoint.safetensors import describe
 from kimi_jax.checkpoint.sharded.manifest import (
     Stored,
@@ -30,6 +30,7 @@ from kimi_jax.checkpoint.sharded.manifest import (
     read_json,
     read_manifest,
 )
+from kimi_jax.parallel.host_arrays import host_buffer
 from kimi_jax.parallel.placement import EMPTY, SlotExperts, slots_of_layer
 from kimi_jax.parameters import Declaration, Parameters, Rules
 
