@@ -95,7 +95,11 @@ class ChatOptions(TextOptions, total=False):
 
 
 def of_messages(engine: "Engine", messages: Messages, **options: Unpack[ChatOptions]) -> Text:
-    """The assistant's next message. Raises MessageError for messages or tools that are malformed."""
+    """The assistant's next message.
+
+    Raises:
+      MessageError: messages or tools that are malformed.
+    """
     conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     thinking, tools = options.get("thinking", True), options.get("tools", ())
     album = album_of(engine)

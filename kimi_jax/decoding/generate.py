@@ -114,7 +114,11 @@ class Limits:
             raise ValueError(f"a prompt may have {max(self.each)} new tokens and all at most {self.max_new_tokens}")
 
     def of_each(self, prompts: int) -> list[int]:
-        """New tokens of each of so many prompts at most. Raises ValueError where `each` has another number of them."""
+        """New tokens of each of so many prompts at most.
+
+        Raises:
+          ValueError: `each` has another number of them.
+        """
         return one_each("limits", self.max_new_tokens if self.each is None else self.each, prompts)
 
 
@@ -213,7 +217,8 @@ def _pages(page_tokens: int, slots: int, tiles: int, capacity: int, limits: Limi
 def settings_of(requests: Sequence[Request], stop_ids: tuple[int, ...]) -> list[plan.Settings]:
     """How each request's tokens are drawn, as plans carry it; `stop_ids` are those of requests that name none.
 
-    Raises ValueError for a request with more stop tokens than a slot holds.
+    Raises:
+      ValueError: a request with more stop tokens than a slot holds.
     """
     for index, each in enumerate(requests, 1):
         if len(each.stop_ids or stop_ids) > STOPS:
@@ -300,7 +305,11 @@ def _count(counts: Counts, index: int, event: Event, snapshot: Snapshot) -> None
 
 
 def token_rows(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Prompts as lists of ints. Raises ValueError naming the prompt whose ids are no integers."""
+    """Prompts as lists of ints.
+
+    Raises:
+      ValueError: naming the prompt whose ids are no integers.
+    """
     rows = []
     for index, prompt in enumerate(prompts, 1):
         ids = np.asarray(prompt)
@@ -311,7 +320,11 @@ def token_rows(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def one_each(what: str, value: int | Sequence[int], prompts: int) -> list[int]:
-    """A value for each prompt, where one may be given for all. Raises ValueError where their numbers differ."""
+    """A value for each prompt, where one may be given for all.
+
+    Raises:
+      ValueError: their numbers differ.
+    """
     values = list(cast(Sequence[int], value)) if np.ndim(value) else [cast(int, value)] * prompts
     if len(values) != prompts:
         raise ValueError(f"there are {len(values)} {what} for {prompts} prompts")
@@ -321,7 +334,11 @@ def one_each(what: str, value: int | Sequence[int], prompts: int) -> list[int]:
 def check_prompts(
     prompts: Sequence[Sequence[int]], vocab_size: int, positions: int, max_new_tokens: Sequence[int]
 ) -> None:
-    """Refuses what would index outside the embedding or the positions. Raises ValueError naming the prompt."""
+    """Refuses what would index outside the embedding or the positions.
+
+    Raises:
+      ValueError: naming the prompt.
+    """
     if not prompts:
         raise ValueError("there is no prompt")
     for index, (prompt, most) in enumerate(zip(prompts, max_new_tokens, strict=True), 1):

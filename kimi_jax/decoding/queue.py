@@ -60,7 +60,11 @@ class Queue:
         return self.scheduler.idle
 
     def submit(self, request: Request) -> None:
-        """Puts a request at the end. Raises ValueError where it can never fit, with what would."""
+        """Puts a request at the end.
+
+        Raises:
+          ValueError: it can never fit; the error says what would.
+        """
         self.scheduler.submit(request)
         self._under_way[request.id] = None
 

@@ -110,7 +110,11 @@ SEEDS = (-(1 << 63), (1 << 63) - 1)
 
 
 def check_seed(seed: int) -> int:
-    """The seed as an int. Raises ValueError, naming the range, where it is none or does not fit 64 bits."""
+    """The seed as an int.
+
+    Raises:
+      ValueError: it is no integer or does not fit 64 bits; the range is named.
+    """
     try:
         number = operator.index(seed)
     except TypeError:

@@ -39,7 +39,11 @@ class Scores:
 
 
 def check_windows(windows: Sequence[Window], vocab_size: int) -> None:
-    """Refuses windows whose targets are not what follows their rows. Raises ValueError naming the window."""
+    """Refuses windows whose targets are not what follows their rows.
+
+    Raises:
+      ValueError: naming the window.
+    """
     for index, window in enumerate(windows, 1):
         if not window.targets or window.unscored < 0:
             raise ValueError(f"window {index} has {len(window.targets)} targets for {len(window.inputs)} rows")
