@@ -16,14 +16,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
 
 from kimi_jax.checkpoint import hub
 from kimi_jax.commands.options import Checkpoint, CheckpointOptions, Json, OptionalFile, dispatch
 from kimi_jax.commands.progress import on_disk
 from kimi_jax.config import ModelConfig
 from kimi_jax.opening import BUNDLED_CHECKPOINT
-from kimi_jax.standard_output import OutputConsole
+from kimi_jax.tables import right, show, table
 from meshes.devices import build_mesh, simulate
 
 GB = 1e9
@@ -43,7 +42,7 @@ class PlanOptions(CheckpointOptions):
 def run_plan(options: PlanOptions) -> None:
     """Show what each process would read and hold, from the headers alone; nothing else is read. Of a name on the hub
     only config.json and the index are fetched: shapes are then the configuration's, dense weights bfloat16."""
-    out, status = OutputConsole(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+    status = Console(stderr=True, soft_wrap=True)
     machine = options.layout.preset()
     named = hub.is_name(options.checkpoint)
     folder = on_disk(options.checkpoint, status, outline=True)
@@ -91,31 +90,25 @@ def run_plan(options: PlanOptions) -> None:
     if options.json:
         print(json.dumps(summary))
         return
-    _print_plan(out, summary, per_process, options.bandwidth)
+    _print_plan(summary, per_process, options.bandwidth)
 
 
-def _print_plan(out: Console, summary: Mapping[str, Any], per_process: int, bandwidth: float) -> None:
-    out.print(
-        f"{summary['tensors']:,} tensors in {summary['files']} files, {summary['tensor_bytes'] / GB:,.3f} GB; "
-        f"{summary['skipped_tensors']} tensors ({summary['skipped_bytes'] / GB:,.3f} GB) are not the language model's",
-        highlight=False,
-    )
-    sizes = summary["device_bytes"]
-    out.print(
-        f"{summary['mesh']}: {summary['layout']}; {_range(sizes)} GB of weights on each of {len(sizes)} devices; "
-        f"planned in {summary['plan_seconds']:.1f} s",
-        highlight=False,
-    )
-    table = Table("process", "devices", "reads GB", "largest array GB", f"seconds at {bandwidth:g} GB/s", box=None)
-    for column in table.columns:
-        column.justify = "right"
+def _print_plan(summary: Mapping[str, Any], per_process: int, bandwidth: float) -> None:
+    rows = []
     for process, (read, largest) in enumerate(zip(summary["read_bytes"], summary["largest_array_bytes"], strict=True)):
         first = process * per_process
         devices = f"{first}–{first + per_process - 1}" if per_process > 1 else str(first)
-        table.add_row(
-            str(process), devices, f"{read / GB:,.3f}", f"{largest / GB:,.3f}", f"{read / GB / bandwidth:,.0f}"
-        )
-    out.print(table)
+        sizes = (f"{read / GB:,.3f}", f"{largest / GB:,.3f}", f"{read / GB / bandwidth:,.0f}")
+        rows.append((str(process), devices, *sizes))
+    sizes = summary["device_bytes"]
+    columns = right("process", "devices", "reads GB", "largest array GB", f"seconds at {bandwidth:g} GB/s")
+    show(
+        f"{summary['tensors']:,} tensors in {summary['files']} files, {summary['tensor_bytes'] / GB:,.3f} GB; "
+        f"{summary['skipped_tensors']} tensors ({summary['skipped_bytes'] / GB:,.3f} GB) are not the language model's",
+        f"{summary['mesh']}: {summary['layout']}; {_range(sizes)} GB of weights on each of {len(sizes)} devices; "
+        f"planned in {summary['plan_seconds']:.1f} s",
+        table("", columns, rows),
+    )
 
 
 def _range(sizes: list[int]) -> str:
