@@ -13,6 +13,7 @@ Examples:
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,10 +102,15 @@ def run_sweep(options: SweepOptions) -> None:
 class RecommendOptions(Place):
     """Options of `recommend`."""
 
-    goal: search.Goal = "latency"
-    """latency: fastest for a user at --batch. throughput: most tokens/s for the system at any concurrency."""
+    goal: search.Goal | None = None
+    """latency: fastest for a user at --batch. throughput, cost: most tokens/s for the system, or for a GPU, at any
+    concurrency. By default cost where --least-speed, --ttft or --price is given, else latency."""
     least_speed: float = 0.0
-    """Tokens/s that every user must get (for throughput)."""
+    """Tokens/s that every user must get (for throughput and cost)."""
+    ttft: float | None = None
+    """Seconds to the first token at most, on average; prompts are --input-tokens long, or else fill --context."""
+    price: float | None = None
+    """Dollars for an hour of a GPU; tells what a million tokens of answers cost."""
     budgets: tuple[int, ...] = search.BUDGETS
     """Draft budgets to try; 0 is no draft."""
     try_split_cache: Flag = False
@@ -114,15 +120,22 @@ class RecommendOptions(Place):
 def run_recommend(options: RecommendOptions) -> None:
     """The best layout for a goal, the runner-up and why. Axes and other layout options that are given stay fixed."""
     machine = LayoutOptions(options.layout.mesh, cache=options.layout.cache).preset()
+    if options.price is not None and not options.price > 0:
+        raise ValueError(f"--price is {options.price:g}: give the dollars of a GPU-hour, more than 0")
+    targeted = options.least_speed or options.ttft is not None or options.price is not None
+    if options.ttft is not None and not options.input_tokens:
+        options = dataclasses.replace(options, input_tokens=options.context)
+    goal = options.goal or ("cost" if targeted else "latency")
     found = search.recommend(
-        machine, options.scenario(machine, options.gpu), options.goal, options.budgets,
+        machine, options.scenario(machine, options.gpu), goal, options.budgets,
+        search.CONCURRENCIES if goal == "throughput" else search.LOADS,
         least_tokens_per_s_per_user=options.least_speed, with_cache_split=options.try_split_cache,
-        fixed=options.fixed(),
+        ttft=math.inf if options.ttft is None else options.ttft, fixed=options.fixed(),
     )  # fmt: skip
     rows = [e for e in (found.best, found.runner_up) if e]
     table = report.estimates_table(rows, f"{machine.name}, best and runner-up", options.wide)
-    text = report.recommendation_text(found)
-    report.output(options.json, lambda: report.recommendation_data(found), *text, table, *found.reasons)
+    text = [*report.recommendation_text(found, options.price), table, *found.reasons]
+    report.output(options.json, lambda: report.recommendation_data(found, options.price), *text)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

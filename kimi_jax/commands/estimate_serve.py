@@ -12,7 +12,6 @@ from kimi_jax.commands.options import Count
 from kimi_jax.commands.progress import bar_on
 from kimi_jax.commands.scenario import Place
 from kimi_jax.estimator import report, search, step
-from kimi_jax.estimator.scenario import CHUNK
 from kimi_jax.estimator.serving import ACCEPTANCE_SIGMA, Machine, Outcome, disaggregated, simulate
 from kimi_jax.serving.arrivals import Lengths, poisson
 from kimi_jax.tables import left, right, table
@@ -42,8 +41,6 @@ class ServeOptions(Place):
     max_slots: Count = None
     """Requests at work together in the whole machine; by default --batch, or with --rate what fits in memory, 64 for
     each device group at most."""
-    chunk: int = CHUNK
-    """Prompt tokens that a device group runs beside a round."""
     prefill_machines: int = 0
     """Further machines of the same kind that only prefill; 0 runs prompts beside the rounds."""
     ttft: float = 2.0

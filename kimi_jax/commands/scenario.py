@@ -18,7 +18,7 @@ from kimi_jax.commands.options import (
 from kimi_jax.config import ModelConfig
 from kimi_jax.drafter.config import DrafterConfig
 from kimi_jax.estimator import acceptance, search
-from kimi_jax.estimator.scenario import Prefill, Scenario, default_acceptance, make_scenario
+from kimi_jax.estimator.scenario import CHUNK, Prefill, Scenario, default_acceptance, make_scenario
 from kimi_jax.ledger import routing
 from kimi_jax.ledger.constants import Constants
 from kimi_jax.ledger.models import k26, kimi_drafter
@@ -58,6 +58,8 @@ class Load:
     """Prompt length, to count prompts that the same GPUs work through; 0 leaves them out."""
     output_tokens: int = 1024
     """Answer length, for the same purpose."""
+    chunk: int = CHUNK
+    """Prompt tokens that a device group runs beside a step."""
     infiniband: Literal[400, 800] | None = None
     """Gb/s of each GPU's adapter; by default the GPU's usual one."""
     wide: Wide = False
@@ -93,7 +95,7 @@ class Load:
             model=model, drafter=dataclasses.replace(drafter, block_size=rates.max_depth + 1), acceptance=rates,
             routing=popularity, kernel_library=self.kernels, overlap=self.overlap, has_eplb=self.eplb,
             physical_slots=self.slots,
-            prefill=Prefill(self.input_tokens, self.output_tokens) if self.input_tokens else None,
+            prefill=Prefill(self.input_tokens, self.output_tokens, self.chunk) if self.input_tokens else None,
         )  # fmt: skip
 
     def model(self) -> ModelConfig:

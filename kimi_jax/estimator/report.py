@@ -49,6 +49,7 @@ def summary(e: Estimate) -> dict[str, Any]:
         e, "acceptance_length", "step_ms", "prefill_ms", "limit_ms", "limit_resource", "bottleneck",
         "tokens_per_s_per_user", "tokens_per_s_per_gpu", "tokens_per_s",
     )  # fmt: skip
+    figures |= {"ttft_s": e.ttft_s if s.prefill and math.isfinite(e.ttft_s) else None}
     memory = {"memory_bytes": e.memory.total, "memory_capacity_bytes": e.memory.capacity}
     return {
         **place, **_named(s, "concurrency", "context", "budget"), **figures, "error_band": search.error_band(e),
@@ -191,9 +192,22 @@ def estimates_table(estimates: Iterable[Estimate], title: str, wide: bool = Fals
     return table(f"{title}: ms a step, tokens/s", columns, rows, wide=wide)
 
 
-def recommendation_text(r: Recommendation) -> list[str | Text]:
-    """The best layout with its speed and command, the runner-up, and whether the model can tell them apart."""
+def recommendation_text(r: Recommendation, price: float | None = None) -> list[str | Text]:
+    """The best layout with its speed and command, the runner-up, and whether the model can tell them apart.
+
+    Args:
+      price: dollars of a GPU-hour.
+    """
     lines = [f"Best for {r.goal}:", *answer(r.best)]
+    if r.goal != "latency":
+        e = r.best
+        first = f"; first tokens come within {e.ttft_s:.2f} s on average" if e.scenario.prefill else ""
+        lines.insert(
+            2, f"Load: {requests(e.scenario.concurrency)}, {number(e.tokens_per_s_per_gpu)} tokens/s a GPU{first}."
+        )
+    if price is not None:
+        cost = search.dollars_per_million(r.best, price)
+        lines.insert(3, f"Cost: {cost:.2f} dollars for a million tokens of answers, at {price:g} a GPU-hour.")
     if r.runner_up is not None:
         lines.append(f"{100 * r.margin:.0f} % ahead of {search.describe(r.runner_up.scenario.preset.layout)}.")
         if not r.is_certain:
@@ -213,9 +227,10 @@ def smallest_text(found: Sequence[Estimate], least: float) -> list[str | Text]:
     return lines
 
 
-def recommendation_data(r: Recommendation) -> dict[str, Any]:
-    """A recommendation as plain data."""
-    return {
+def recommendation_data(r: Recommendation, price: float | None = None) -> dict[str, Any]:
+    """A recommendation as plain data; dollars for a million tokens where a GPU-hour's price is given."""
+    cost = {} if price is None else {"dollars_per_million_tokens": search.dollars_per_million(r.best, price)}
+    return cost | {
         "goal": r.goal,
         "best": details(r.best),
         "runner_up": details(r.runner_up) if r.runner_up else None,

@@ -1,6 +1,7 @@
 """Search over layouts, budgets and loads: the best layout for a goal, sweeps, and HGX against NVL72."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,12 +13,15 @@ from kimi_jax.estimator.step import Estimate
 from kimi_jax.estimator.step import estimate as estimate_step
 from meshes import PRESETS, Layout, LayoutError, Preset, preset
 
-BUDGETS = (0, 4, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+BUDGETS = (*range(9), 12, 16, 24, 32, 48, 64, 96, 128)
 """Tree budgets that a search tries; 0 decodes without a draft."""
+
+LOADS = (*range(1, 5), *(round(4 * 2 ** (n / 2)) for n in range(1, 23)))
+"""Requests that a search for a speed tries, up to 8,192."""
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
-Goal = Literal["latency", "throughput"]
+Goal = Literal["latency", "throughput", "cost"]
 Family = Literal["hgx", "nvl"]
 Side = Literal["left", "right"]
 
@@ -112,11 +116,27 @@ class Recommendation:
 
 
 def best_budget(scenario: Scenario, budgets: Iterable[int] = BUDGETS) -> Estimate:
-    """The budget whose tokens over time are largest: argmax A(B) / t(B)."""
-    return max(
-        (estimate_step(dataclasses.replace(scenario, budget=budget)) for budget in budgets),
-        key=lambda e: e.tokens_per_s_per_user,
-    )
+    """The budget whose tokens over time are largest: argmax A(B) / t(B).
+
+    Of many budgets every fourth is tried, and then the neighbours of the best so far while they are better. Prompts
+    take a time in proportion to A(B), which changes nothing about the choice.
+    """
+    plain, choices = dataclasses.replace(scenario, prefill=None), sorted(set(budgets))
+
+    @functools.cache
+    def speed(place: int) -> float:
+        return estimate_step(dataclasses.replace(plain, budget=choices[place])).tokens_per_s_per_user
+
+    places = range(len(choices)) if len(choices) <= FEW else range(0, len(choices), FEW - 1)
+    best, last = max(places, key=speed), -1
+    while best != last:
+        last = best
+        best = max(range(max(best - 1, 0), min(best + 2, len(choices))), key=speed)
+    return estimate_step(dataclasses.replace(scenario, budget=choices[best]))
+
+
+FEW = 5
+"""Budgets that are all tried."""
 
 
 def candidates(
@@ -154,14 +174,15 @@ def recommend(
     budgets: Sequence[int] = BUDGETS,
     concurrencies: Sequence[int] = CONCURRENCIES,
     least_tokens_per_s_per_user: float = 0.0,
+    ttft: float = math.inf,
     with_cache_split: bool = False,
     fixed: Fixed = FREE,
 ) -> Recommendation:
     """Find the best layout of a machine.
 
     latency: most tokens per second for a user at the scenario's concurrency.
-    throughput: most tokens per second for the system at any concurrency that leaves every user
-    `least_tokens_per_s_per_user`.
+    throughput, cost: most tokens per second for the system, or for a GPU that the layout uses, at any concurrency that
+    leaves every user `least_tokens_per_s_per_user` and brings first tokens within `ttft` seconds.
 
     Raises:
         ValueError: nothing fits in memory, or nothing is fast enough; the message says by how much.
@@ -171,7 +192,15 @@ def recommend(
     every = [e for s in at_loads for e in candidates(machine, s, budgets, with_cache_split, fixed)]
     if not every:
         raise ValueError(_nothing_fits(machine, scenario, fixed))
-    enough = [e for e in every if e.tokens_per_s_per_user >= least_tokens_per_s_per_user]
+    fast = [e for e in every if e.tokens_per_s_per_user >= least_tokens_per_s_per_user]
+    enough = [e for e in fast if e.ttft_s <= ttft]
+    if fast and not enough:
+        least = min(e.ttft_s for e in fast)
+        told = "prompts come faster than they can be run" if math.isinf(least) else f"the least is {least:.2f} s"
+        raise ValueError(
+            f"no layout of {machine.name} brings first tokens within {ttft:g} s at {least_tokens_per_s_per_user:g} "
+            f"tokens/s for every user: {told}; ask for less, or for shorter prompts or a larger --chunk"
+        )
     if not enough:
         most = max(e.tokens_per_s_per_user for e in every)
         raise ValueError(
@@ -180,7 +209,7 @@ def recommend(
         )
 
     def value(e: Estimate) -> float:
-        return e.tokens_per_s_per_user if goal == "latency" else e.tokens_per_s
+        return {"latency": e.tokens_per_s_per_user, "throughput": e.tokens_per_s, "cost": e.tokens_per_s_per_gpu}[goal]
 
     ranked = sorted(enough, key=value, reverse=True)
     best = ranked[0]
@@ -300,6 +329,34 @@ def machine_of(family: Family, gpus: int) -> Preset:
     if gpus in (36, 72):
         return preset(f"nvl{gpus}")
     return preset("nvl72").with_axes(dp=1, ep=gpus, tp=1)
+
+
+def operating_points(
+    machine: Preset, scenario: Scenario, budgets: Sequence[int] = BUDGETS, loads: Sequence[int] = LOADS,
+    fixed: Fixed = FREE,
+) -> list[Estimate]:  # fmt: skip
+    """Every layout that fits at its best budget, at every load: what a machine can be run as."""
+    return [
+        e
+        for n in loads
+        for e in candidates(machine, dataclasses.replace(scenario, concurrency=n), budgets, fixed=fixed)
+    ]
+
+
+def at_speed(points: Iterable[Estimate], least_speed: float, ttft: float = math.inf) -> Estimate | None:
+    """Of points the one that gives a GPU most tokens/s while every user has so many; None where none does.
+
+    Args:
+      least_speed: tokens/s of every user.
+      ttft: seconds to the first token, at most, on average.
+    """
+    enough = [e for e in points if e.tokens_per_s_per_user >= least_speed and e.ttft_s <= ttft]
+    return max(enough, key=lambda e: e.tokens_per_s_per_gpu, default=None)
+
+
+def dollars_per_million(e: Estimate, price: float) -> float:
+    """What a million tokens of answers cost at a GPU-hour's price."""
+    return price / 3600 / e.tokens_per_s_per_gpu * 1e6
 
 
 @dataclass(frozen=True)

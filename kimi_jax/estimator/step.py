@@ -80,6 +80,20 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Prefilled:
+    """What prompts are to the steps of the steady state; nothing where none arrive."""
+
+    ms: float = 0.0
+    """Added to a step on average."""
+    mixed_ms: float = 0.0
+    """A step with a chunk beside it."""
+    chunks: int = 0
+    """Of a prompt."""
+    use: float = 0.0
+    """Share of the steps that have a chunk beside them; above 1 prompts come faster than they can be run."""
+
+
+@dataclass(frozen=True)
 class Estimate:
     """What one step costs and what that makes of the system."""
 
@@ -88,11 +102,28 @@ class Estimate:
     step_ms: float
     hidden_ms: float
     """Communication that overlap hides."""
-    prefill_ms: float
+    prefill: "Prefilled"
     limit_ms: float
     limit_resource: str
     acceptance_length: float
     memory: Memory
+
+    @property
+    def prefill_ms(self) -> float:
+        """What newly arriving prompts add to a step, spread evenly."""
+        return self.prefill.ms
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from a request's arrival to its first token, on average; infinite where prompts cannot keep up.
+
+        A group runs one prompt at a time, a chunk beside each step, and the next ones wait as in the queue M/D/1.
+        """
+        p = self.prefill
+        if p.use >= 1:
+            return math.inf
+        service = p.chunks * p.mixed_ms / 1e3
+        return service * (1 + p.use / (2 * (1 - p.use)))
 
     @property
     def tokens_per_s_per_user(self) -> float:
@@ -320,22 +351,23 @@ def estimate(s: Scenario) -> Estimate:
     limit_resource = max(resources, key=lambda name: resources[name])
     step_ms = communication + computation - hidden
     return Estimate(
-        s, parts, step_ms=step_ms, hidden_ms=hidden, prefill_ms=_prefill_ms(s, step_ms),
+        s, parts, step_ms=step_ms, hidden_ms=hidden, prefill=_prefilled(s, step_ms),
         limit_ms=resources[limit_resource], limit_resource=limit_resource,
         acceptance_length=s.acceptance.length(s.budget), memory=memory(s, needs),
     )  # fmt: skip
 
 
-def _prefill_ms(s: Scenario, step_ms: float) -> float:
-    """Time that prompts of newly arriving requests add to each step, spread evenly.
+def _prefilled(s: Scenario, step_ms: float) -> Prefilled:
+    """What prompts of newly arriving requests add to the steps.
 
     In the steady state each request that ends is replaced, so a group has as many prompt tokens a step to run as its
     requests × tokens of a round × prompt over answer. They run as chunks beside steps, which read the weights once for
     both.
     """
-    if s.prefill is None:
-        return 0.0
     p = s.prefill
-    mixed = replace(s, prefill=None, chunk=p.chunk, chunk_context=p.input_tokens // 2)
+    if p is None:
+        return Prefilled()
+    mixed = estimate(replace(s, prefill=None, chunk=p.chunk, chunk_context=p.input_tokens // 2))
     tokens = s.concurrency / s.preset.layout.groups * s.acceptance.length(s.budget) * p.input_tokens / p.output_tokens
-    return tokens / p.chunk * (estimate(mixed).step_ms - step_ms)
+    use = tokens / p.chunk
+    return Prefilled(use * (mixed.step_ms - step_ms), mixed.step_ms, math.ceil(p.input_tokens / p.chunk), use)

@@ -149,6 +149,7 @@ def test_the_smallest_machine_of_each_card(main, capsys):
             ("smallest", "--gpu", "h200", "--least-speed", "1", "--batch", "900000", "--budgets", "0"),
             "no machine holds 900000 requests of 8192",
         ),
+        (("recommend", "--price", "0"), "--price is 0: give the dollars of a GPU-hour"),
         (("smallest", "--least-speed", "0"), "--least-speed is 0: "),
         (("serve", "--rate", "0"), "rate is 0; it must be more than 0"),
         (("serve", "--prefill-machines", "1"), "--prefill-machines takes prompts by --rate"),

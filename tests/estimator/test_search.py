@@ -1,16 +1,18 @@
 import dataclasses
+import math
+from typing import Any
 
 import pytest
 
 from kimi_jax.estimator import search
-from kimi_jax.estimator.scenario import make_scenario
+from kimi_jax.estimator.scenario import Prefill, make_scenario
 from kimi_jax.estimator.step import estimate
 from meshes import LayoutError, gpu
 
 BUDGETS = (0, 7, 16)
 
 
-def scenario(family="hgx", gpus=8, card="b300", concurrency=1, context=8192, **options):
+def scenario(family: search.Family = "hgx", gpus=8, card="b300", concurrency=1, context=8192, **options):
     machine = search.machine_of(family, gpus)
     return machine, make_scenario(machine, gpu(card), concurrency=concurrency, context=context, **options)
 
@@ -120,3 +122,44 @@ def test_what_is_fixed_stays():
     assert search.recommend(machine, s, budgets=(7,), fixed=fixed).best.scenario.preset.layout.ep == 9
     with pytest.raises(ValueError, match="leave an axis free"):
         search.recommend(machine, s, budgets=(7,), fixed=search.Fixed(tp=3))
+
+
+def test_budgets_are_climbed_to_the_best_of_all():
+    for load in (1, 64, 512):
+        _, s = scenario(concurrency=load)
+        every = [estimate(dataclasses.replace(s, budget=budget)) for budget in search.BUDGETS]
+        most = max(e.tokens_per_s_per_user for e in every)
+        assert search.best_budget(s).tokens_per_s_per_user == most
+    assert set(range(1, 8)) < set(search.BUDGETS)
+
+
+def test_cost_at_a_speed_and_a_first_token():
+    machine, s = scenario(prefill=Prefill(8192, 1024))
+    loads = (1, 4, 16, 64, 256)
+    asked: dict[str, Any] = {"budgets": (0, 4, 7), "least_tokens_per_s_per_user": 60}
+    free = search.recommend(machine, s, "cost", concurrencies=loads, **asked).best
+    points = search.operating_points(machine, s, (0, 4, 7), loads)
+    assert free.tokens_per_s_per_gpu == max(
+        e.tokens_per_s_per_gpu for e in points if e.tokens_per_s_per_user >= 60
+    )  # fmt: skip
+    soon = search.recommend(machine, s, "cost", concurrencies=loads, ttft=0.8 * free.ttft_s, **asked).best
+    assert soon.ttft_s <= 0.8 * free.ttft_s
+    assert soon.tokens_per_s_per_gpu < free.tokens_per_s_per_gpu
+    assert search.at_speed(points, 60, 0.8 * free.ttft_s) == soon
+    with pytest.raises(
+        ValueError, match=r"first tokens within 0.001 s at 60 tokens/s for every user: the least is 0\.\d"
+    ):
+        search.recommend(machine, s, "cost", concurrencies=loads, ttft=1e-3, **asked)
+    once, twice = (search.dollars_per_million(free, price) for price in (3.0, 6.0))
+    assert twice == pytest.approx(2 * once)
+    assert once == pytest.approx(3.0 / (3600 * free.tokens_per_s_per_gpu) * 1e6)
+
+
+def test_first_tokens_wait_as_in_the_queue_m_d_1():
+    """4 chunks of 2,048 beside steps; in use for the share of steps that a prompt for every answer needs."""
+    _, s = scenario(concurrency=8, prefill=Prefill(8192, 1024, 2048), budget=0)
+    e = estimate(s)
+    use = 8 / 1024 * 8192 / 2048
+    assert e.prefill.use == pytest.approx(use)
+    assert e.ttft_s == pytest.approx(4 * e.prefill.mixed_ms / 1e3 * (1 + use / (2 * (1 - use))))
+    assert math.isinf(estimate(dataclasses.replace(s, concurrency=1024)).ttft_s)
