@@ -146,9 +146,7 @@ def test_cost_at_a_speed_and_a_first_token():
     assert soon.ttft_s <= 0.8 * free.ttft_s
     assert soon.tokens_per_s_per_gpu < free.tokens_per_s_per_gpu
     assert search.at_speed(points, 60, 0.8 * free.ttft_s) == soon
-    with pytest.raises(
-        ValueError, match=r"within 0.001 s at 60 tokens/s for every user: the least is 0\.\d"
-    ):
+    with pytest.raises(ValueError, match=r"within 0.001 s at 60 tokens/s for every user: the least is 0\.\d"):
         search.recommend(machine, s, "cost", concurrencies=loads, ttft=1e-3, **asked)
     once, twice = (search.dollars_per_million(free, price) for price in (3.0, 6.0))
     assert twice == pytest.approx(2 * once)
