@@ -102,9 +102,10 @@ def _print_plan(summary: Mapping[str, Any], per_process: int, bandwidth: float) 
         rows.append((str(process), devices, *sizes))
     sizes = summary["device_bytes"]
     columns = right("process", "devices", "reads GB", "largest array GB", f"seconds at {bandwidth:g} GB/s")
+    seen = f"; {summary['skipped_tensors']} of them, {summary['skipped_bytes'] / GB:,.3f} GB, are for vision"
     show(
-        f"{summary['tensors']:,} tensors in {summary['files']} files, {summary['tensor_bytes'] / GB:,.3f} GB; "
-        f"{summary['skipped_tensors']} tensors ({summary['skipped_bytes'] / GB:,.3f} GB) are not the language model's",
+        f"{summary['tensors']:,} tensors in {summary['files']} files, {summary['tensor_bytes'] / GB:,.3f} GB"
+        + (f"{seen}: every device and process has them besides" if summary["skipped_tensors"] else ""),
         f"{summary['mesh']}: {summary['layout']}; {_range(sizes)} GB of weights on each of {len(sizes)} devices; "
         f"planned in {summary['plan_seconds']:.1f} s",
         table("", columns, rows),

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 from rich.console import Console
+from safetensors.numpy import load_file
 
 from kimi_jax.checkpoint import safetensors, writer
 from kimi_jax.checkpoint.sharded.manifest import copyable_files
@@ -27,6 +28,7 @@ from kimi_jax.parallel import host_arrays, processes
 from kimi_jax.parallel.processes import ProcessOptions
 from kimi_jax.serving import plan
 from kimi_jax.serving.transport import Sender, connect
+from kimi_jax.vision.media import Medium
 from meshes.presets import preset
 
 CHECKPOINT = Path(__file__).parents[1] / "data" / "tiny_random"
@@ -144,6 +146,45 @@ def requests() -> list[Request]:
     return [Request(prompt, Sampling(), 0, NEW_TOKENS) for prompt in PROMPTS]
 
 
+def with_pictures() -> list[Request]:
+    """Prompts with two pictures each, one for each group of ranks."""
+    stored = load_file(CHECKPOINT.with_name("vision_reference.safetensors"))
+    grids, ends = stored["prompt_grids"], np.cumsum(stored["prompt_grids"].prod(1))[:-1]
+    media = [
+        Medium(*pair) for pair in zip(np.split(stored["prompt_patches"], ends), map(tuple, grids.tolist()), strict=True)
+    ]
+    inverted = [Medium(255 - medium.patches, medium.grid) for medium in media]
+    ids = stored["prompt_ids"][0].tolist()
+    return [Request(ids, Sampling(), 0, NEW_TOKENS, media=tuple(own)) for own in (media, inverted)]
+
+
+def seen(engine: Engine, draft: Draft) -> list[list[int]]:
+    """Tokens that follow prompts with pictures."""
+    tokens: list[list[int]] = [[], []]
+    for progress in engine.serve(with_pictures(), Limits(NEW_TOKENS), draft):
+        for text, new in zip(tokens, progress.new_tokens, strict=True):
+            text += new
+    return tokens
+
+
+def seen_by_followers(engine: Engine) -> list[list[int]]:
+    """The same where process 0 alone has the pictures."""
+    queue = engine.queue(2, 64, Limits(rounds_per_dispatch=2), Draft("ddtree", 6))
+    if jax.process_index():
+        queue.follow()
+        return []
+    tokens: list[list[int]] = [[], []]
+    asked = with_pictures()
+    for index, (each, settings) in enumerate(zip(asked, settings_of(asked, engine.stop_ids), strict=True)):
+        ids, media = queue.session.placed(each.ids, each.media)
+        queue.submit(plan.Request(str(index), tuple(ids), NEW_TOKENS, settings, media=media))
+    while not queue.idle:
+        for event, _ in queue.step():
+            tokens[int(event.id)] += event.tokens
+    queue.close()
+    return tokens
+
+
 def run_until_killed(mesh: jax.sharding.Mesh) -> None:
     """Sums over both processes for ever; process 1 is killed after a few sums."""
     values = host_arrays.place(np.arange(8.0), mesh, PartitionSpec(("dp", "ep", "tp")))
@@ -168,6 +209,8 @@ def main(index: int, port: int, folder: Path) -> None:
             "messages": messages_of_process_0(),
             "texts": texts(engine, Draft("ddtree", 6)),
             "served": served(engine),
+            "seen": seen(engine, Draft("ddtree", 6)),
+            "seen_by_followers": seen_by_followers(engine),
             **checkpoints(engine.mesh, folder),
         }
         (folder / f"{index}.json").write_text(json.dumps(result))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from kimi_jax.checkpoint.plan import plan, split_processes
+from kimi_jax.checkpoint.plan import SKIPPED_FAMILIES, plan, split_processes
 from kimi_jax.checkpoint.safetensors import open_checkpoint as open_tensors
 from kimi_jax.decoding.engine import PLAIN
 from kimi_jax.decoding.loading import open_checkpoint
@@ -189,6 +189,15 @@ def test_two_processes_decode_the_text_of_one(two, engines):
 
 
 @pytest.mark.slow
+def test_two_processes_see_what_one_sees(two, engines):
+    """Each runs the tower for the pictures of its own groups, its own or those that plans carry."""
+    _, results, _, _ = two
+    expected = one_of_two.seen(engines("local"), PLAIN)
+    assert expected[0] != expected[1]
+    assert results[0]["seen"] == results[1]["seen"] == results[0]["seen_by_followers"] == expected
+
+
+@pytest.mark.slow
 def test_messages_of_process_0_reach_the_others(two):
     _, results, _, _ = two
     assert [result["messages"] for result in results] == [[], ["a plan", "", "another"]]
@@ -225,6 +234,8 @@ def test_each_process_reads_its_own_bytes_only(two, alone):
         read = Counter()
         for name, start_, end in result["ranges"]:
             read[name] += end - start_
+        of_tower = {name: read.pop(name) for name in sizes if name.startswith(SKIPPED_FAMILIES)}
+        assert of_tower == {name: sizes[name] for name in of_tower}, "tower and projector are whole on every device"
         assert sum(read.values()) == planned.read_bytes(index)
         assert all(read[name] <= sizes[name] for name in read), "a byte was read twice"
         routed = {name for name in read if ".mlp.experts." in name and name.endswith("_packed")}
