@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 DEFAULT_NEW_TOKENS = 512
 
 Messages = str | Sequence[Mapping[str, Any]]
-"""A user's text, or a conversation as `chat.render` takes it, whose parts may be images (`vision.parts.Album`)."""
+"""A user's text, the parts of a user's message, or a conversation as `chat.render` takes it; parts may be images
+(`vision.parts.Album`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,13 +95,22 @@ class ChatOptions(TextOptions, total=False):
     """Function tools that are declared to the model."""
 
 
+def _conversation(messages: Messages) -> Sequence[Mapping[str, Any]]:
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    if not messages or not isinstance(messages, list | tuple):
+        return messages  # which `render` refuses
+    parts = all(isinstance(part, Mapping) and "type" in part and "role" not in part for part in messages)
+    return [{"role": "user", "content": messages}] if parts else messages
+
+
 def of_messages(engine: "Engine", messages: Messages, **options: Unpack[ChatOptions]) -> Text:
     """The assistant's next message.
 
     Raises:
       MessageError: messages or tools that are malformed.
     """
-    conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    conversation = _conversation(messages)
     thinking, tools = options.get("thinking", True), options.get("tools", ())
     album = album_of(engine)
     look = None if album is None else album.look

@@ -71,16 +71,19 @@ def test_decode(command, files, tmp_path):
 
 @pytest.mark.slow
 def test_chat(engines, prompt_media):
-    """The library takes bytes, paths and images of Pillow's."""
+    """The library takes bytes and images of Pillow's, as a message or as its parts alone."""
     image = picture(prompt_media[0])
     stream = io.BytesIO()
     image.save(stream, "PNG")
+    text = {"type": "text", "text": "Say it."}
+    asked = [[{"type": "image", "image": image}, text], [{"type": "image", "image": stream.getvalue()}, text]]
+    asked[1] = [{"role": "user", "content": asked[1]}]
     texts = [
         engines().chat(
-            [{"role": "user", "content": [{"type": "image", "image": source}, {"type": "text", "text": "Say it."}]}],
+            messages,
             thinking=False, max_new_tokens=5,
         ).token_ids
-        for source in (image, stream.getvalue())
+        for messages in asked
     ]  # fmt: skip
     assert texts[0] == texts[1]
 
