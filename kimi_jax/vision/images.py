@@ -146,11 +146,13 @@ class Limits:
     """Of one picture, before it is made smaller."""
     frames: int = 512
     """Of one video."""
+    pixels_of_prompt: int = 400_000_000
+    """Of all pictures of a prompt together: few bytes can hold many pixels."""
 
 
-def opened(source: "bytes | Image.Image", where: str, limits: Limits) -> "Image.Image":
+def opened(source: "bytes | Image.Image", where: str, limits: Limits, before: int = 0) -> "Image.Image":
     """A picture's RGB pixels as they are stored: transparency is dropped and no EXIF rotation is applied, as the
-    checkpoint's own preprocessing has it.
+    checkpoint's own preprocessing has it. The prompt's pictures had `before` pixels so far.
 
     Raises:
       MediumError: naming `where`; no picture, a damaged one, one that is too large, has several frames or more than 8
@@ -165,6 +167,8 @@ def opened(source: "bytes | Image.Image", where: str, limits: Limits) -> "Image.
         width, height = image.size
         if width * height > limits.pixels or not width * height:
             raise MediumError(f"{where}: is {width} × {height}; an image has 1 to {limits.pixels:,} pixels")
+        if before + width * height > limits.pixels_of_prompt:
+            raise MediumError(f"{where}: the images of a prompt may have {limits.pixels_of_prompt:,} pixels together")
         frames = getattr(image, "n_frames", 1)
         if frames > 1 and image.format != "MPO":  # a JPEG with its preview
             raise MediumError(f"{where}: has {frames} frames; give one of them, or all as the list of a video's frames")

@@ -36,6 +36,7 @@ class Album:
     addresses: bool = False
     """Whether http:// and https:// are fetched."""
     media: list[Medium] = dataclasses.field(default_factory=list)
+    _pixels: int = 0
 
     def look(self, part: Mapping[str, Any], where: str) -> list[Shown]:
         """Takes the media of a part, and says what stands for them.
@@ -72,22 +73,27 @@ class Album:
         return [Shown(_clock(second), "video", medium.tokens) for second, medium in chunks]
 
     def _picture(self, source: Any, where: str) -> "Image.Image":
-        if isinstance(source, bytes):
-            return opened(source, where, self.limits)
-        if hasattr(source, "convert"):  # an image of Pillow's, which need not be imported to know
-            return opened(source, where, self.limits)
+        where, data = self._data(source, where)
+        picture = opened(data, where, self.limits, self._pixels)
+        self._pixels += picture.size[0] * picture.size[1]
+        return picture
+
+    def _data(self, source: Any, where: str) -> "tuple[str, bytes | Image.Image]":
+        """A picture's file or the picture itself, and what to call it."""
+        if isinstance(source, bytes) or hasattr(source, "convert"):  # an image of Pillow's, which is not imported yet
+            return where, source
         if not isinstance(source, str | Path) or not str(source):
             raise MediumError(f"{where}: expected an image as a data: URL, an address, a path or bytes")
         text = str(source)
         if isinstance(source, str) and text.startswith("data:"):
-            return opened(self._of_data_url(text, where), where, self.limits)
+            return where, self._of_data_url(text, where)
         if isinstance(source, str) and text.startswith(("http://", "https://")):
-            return opened(self._fetched(text, where), text, self.limits)
+            return text, self._fetched(text, where)
         if not self.files:
             raise MediumError(f"{where}: paths are not read here; send the image as a data: URL")
         try:
             with Path(source).open("rb") as file:
-                return opened(file.read(self.limits.bytes + 1), text, self.limits)
+                return text, file.read(self.limits.bytes + 1)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise MediumError(f"{text:.200}: cannot be read ({reason})") from None

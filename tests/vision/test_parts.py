@@ -119,6 +119,18 @@ def test_what_is_refused(part, expected, tokenizer):
     assert "\n" not in str(error.value)
 
 
+def test_a_prompt_has_a_limit_of_pixels(picture):
+    """Of 60 × 40 pixels each, four fit into 10,000 and a fifth does not, as an image or as a video's frame."""
+    part = {"type": "image", "image": picture}
+    album = Album(Processing(), Limits(pixels_of_prompt=10_000))
+    for _ in range(4):
+        album.look(part, "here")
+    for more in (part, {"type": "video", "video": [picture]}):
+        with pytest.raises(MediumError, match="the images of a prompt may have 10,000 pixels together"):
+            album.look(more, "here")
+    assert len(album.media) == 4
+
+
 def test_frames_of_several_sizes(picture):
     part = {"type": "video", "video": [picture, Image.new("RGB", (9, 9))]}
     with pytest.raises(MediumError, match=r"video\[1\]: is \(9, 9\), and the first frame \(60, 40\)"):
