@@ -26,9 +26,6 @@ class Setting:
 _EVERYWHERE = (
     Setting("--xla_gpu_enable_latency_hiding_scheduler", "true",
             "runs what does not depend on a message (the shared expert, the router) while it travels"),
-    Setting("--xla_gpu_enable_command_buffer", "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL",
-            "launches the small kernels of a round together; COLLECTIVES stay out: public reports of hangs "
-            "(marin #5675)"),
     Setting("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92",
             "weights and caches fill the GPU; the rest is for NCCL (about 0.4 GB), CUDA modules and libraries, outside "
             "jax's pool"),

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 WITHOUT_JAX = {
     f"serving.{name}"
-    for name in ("plan", "events", "pages", "prefix", "work", "group", "scheduler", "transport", "arrivals")
+    for name in ("plan", "events", "pages", "prefix", "work", "group", "scheduler", "repeats", "transport", "arrivals")
 }
 """What the host decides of requests; decoding executes it."""
 

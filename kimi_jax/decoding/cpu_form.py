@@ -41,7 +41,11 @@ class UnpackedExperts(nnx.Module):
         self.num_local = slots
 
     def __call__(
-        self, x: Float[Array, "rows hidden"], slots: Int[Array, "rows top_k"], weights: Float[Array, "rows top_k"]
+        self,
+        x: Float[Array, "rows hidden"],
+        slots: Int[Array, "rows top_k"],
+        weights: Float[Array, "rows top_k"],
+        routed_rows: int | None = None,
     ) -> Float[Array, "rows hidden"]:
         """Weighted sum over the slots; other ids contribute nothing."""
         y = unpacked_moe(x, slots, weights, self.gate_up[...], self.down[...], slots=self.num_local)

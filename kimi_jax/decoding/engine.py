@@ -141,7 +141,9 @@ class Engine:
             self._programs[draft] = Programs(
                 self.model, self.mesh, self.rules, Draws(), self.dtype, self._speculation(draft),
                 experts_move=self.rebalancer is not None,
-                exchange_may_overflow=may_overflow(self.layout),
+                exchange_may_overflow=may_overflow(
+                    self.layout, self.model.config.num_experts_per_tok, self.model.placement.num_slots
+                ),
                 known_ids=self.known_ids,
                 ends_early=self.mesh.devices.flat[0].platform == "cpu",
             )  # fmt: skip

@@ -193,6 +193,7 @@ def shape_for(
         slot_counts=slot_counts,
         admissions=lanes,  # each has a lane from the start
         until_one_ends=programs.ends_early,
+        rounds_repeat=programs.exchange_may_overflow,
         ahead=0 if programs.ends_early else 1,
     )
 

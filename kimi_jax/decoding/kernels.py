@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from kimi_jax.config import ModelConfig
+from kimi_jax.ledger.launches import experts_shape
 from kimi_jax.parallel.exchange.choice import buffer_rows, used
 from kimi_jax.parallel.placement import Placement
 from meshes.presets import Layout
@@ -47,14 +48,8 @@ def picks(
     device, dtype = Device.of(mesh.devices.flat[0]), jnp.dtype(dtype)
     local_requests = layout.group_requests(requests)
     parts = layout.cache_ranks
-    experts = int4_moe.Shape(
-        rows=local_requests * rows * layout.ep,
-        top_k=config.num_experts_per_tok,
-        slots=placement.num_slots // layout.expert_ranks,
-        hidden=config.hidden_size,
-        width=config.moe_intermediate_size // (layout.tp if layout.experts == "width" else 1),
-        num_experts=config.n_routed_experts,
-    )
+    device_rows = local_requests * rows
+    experts = experts_shape(config, layout, placement.num_slots, device_rows)
     attention = tree_attention.Shape(
         requests=local_requests,
         rows=rows,
@@ -66,7 +61,7 @@ def picks(
     return [
         _pick("experts", int4_moe.OPERATION.choose(experts, dtype, device)),
         _pick("attention", tree_attention.OPERATION.choose(attention, dtype, device)),
-        _exchange(config, placement, layout, local_requests * rows),
+        _exchange(config, placement, layout, device_rows),
     ]
 
 

@@ -69,6 +69,8 @@ class Programs:
     """Count the exchanges that took the exact path."""
     known_ids: int | None = None
     """Ids below this have a meaning in the tokenizer, and no other is drawn; None where all rows of the head have."""
+    exact: bool = False
+    """Rounds take the exact path of exchanges that may overflow. Other rounds run again by this where they overflow."""
     ends_early: bool = False
     """End a dispatch's rounds when no slot runs any more. On a GPU the host would have to look at every round: there
     the number of rounds is part of the program, and what has finished idles."""
@@ -81,13 +83,17 @@ class Programs:
         """The same for other kinds of requests. It takes this one's states; compiled once."""
         return self if draws == self.draws else self._variant(draws, lambda: {"draws": draws})
 
-    def _variant(self, key: int | Draws, changes: Callable[[], dict[str, Any]]) -> "Programs":
+    def exactly(self) -> "Programs":
+        """The same with rounds whose exchanges cannot overflow. It takes this one's states; compiled once."""
+        return self if self.exact else self._variant("exact", lambda: {"exact": True})
+
+    def _variant(self, key: int | Draws | str, changes: Callable[[], dict[str, Any]]) -> "Programs":
         if key not in self._variants:
             self._variants[key] = dataclasses.replace(self, **changes())
         return self._variants[key]
 
     @functools.cached_property
-    def _variants(self) -> "dict[int | Draws, Programs]":
+    def _variants(self) -> "dict[int | Draws | str, Programs]":
         return {}
 
     @functools.cached_property
@@ -147,7 +153,8 @@ class Programs:
             assert isinstance(mixture, MixtureOfExperts)
             mixture.placement = nnx.data(table)
         speculation = self.speculation.bound(parameters.get("drafter"))
-        return Step(model, speculation, self.draws, self.known_ids, self.experts_move, self.exchange_may_overflow)
+        counts = self.experts_move, self.exchange_may_overflow
+        return Step(model, speculation, self.draws, self.known_ids, *counts, self.exact)
 
     @functools.cached_property
     def start(self) -> Callable[..., DecodeState]:
@@ -255,10 +262,10 @@ class Programs:
         def run(
             parameters: Parameters, state: DecodeState, now: Dispatch, *given: Any
         ) -> tuple[DecodeState, tuple[Array, ...]]:
-            first = first_slots(state, slots)
-            first = dataclasses.replace(first, now=self._begin(now, slots, width))
+            begun = self._begin(now, slots, width)
+            first = dataclasses.replace(first_slots(state, slots), now=begun)
             first = body(self._bind(parameters), first, *given)
-            told = (self._told(first, state.lengths.shape[0], width),)
+            told = (self._told(first, begun, state.lengths.shape[0], width),)
             if first.fresh.prompt is not None:
                 told += (all_gather(first.fresh.prompt.pack(), BATCH_AXES),)
             return with_first_slots(state, first), told
@@ -278,11 +285,13 @@ class Programs:
         fresh = Fresh(jnp.zeros((slots, width), jnp.int32), counts, told, top)
         return Dispatch(now.pages[:slots], now.active[:slots], fresh)
 
-    def _told(self, state: DecodeState, slots: int, width: int) -> Int[Array, "all_slots columns"]:
+    def _told(self, state: DecodeState, begun: Dispatch, slots: int, width: int) -> Int[Array, "all_slots columns"]:
         """What `Columns` unpacks, of all slots of all device groups."""
+        assert state.now is not None
         fresh = state.fresh
         values: dict[str, Any] = {
             "counts": fresh.counts,
+            "overflowed": begun.active & ~state.now.active,
             "tokens": fresh.tokens,
             "logprobs": fresh.logprobs,
             **{name: getattr(state, name) for name in ("finished", "failed", "nodes", "round_tokens", "hits")},

@@ -1,6 +1,7 @@
 """Requests on their way through an engine's slots: the scheduler's plans run on the devices, and what came is told."""
 
 import collections
+import dataclasses
 import json
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ from kimi_jax.decoding.session import Ran, Session
 from kimi_jax.decoding.state import Snapshot
 from kimi_jax.serving.events import Event, Seen
 from kimi_jax.serving.plan import Admission, Plan, Request
+from kimi_jax.serving.repeats import Repeats
 from kimi_jax.serving.scheduler import Scheduler
 from kimi_jax.serving.transport import Receiver, Sender
 
@@ -49,6 +51,7 @@ class Queue:
         """Told of every request that gets a slot, when the dispatch is sent that it begins with."""
         self._automatic, self._rebalancer, self._beat, self._link = automatic, rebalancer, beat, link
         self._flying: collections.deque[Ran] = collections.deque()
+        self._repeats = Repeats()
         self._under_way: dict[str, None] = {}
         self._totals = np.zeros((session.shape.slots, 2), int)
         if rebalancer is not None:
@@ -86,8 +89,13 @@ class Queue:
             flying = sum(ran.plan.rounds for ran in self._flying)
             left = self._rebalancer.rounds_left(self.rounds + flying)
             most = left if most is None else min(most, left)
+        exact = self._repeats.next()
         if not (self._flying and self._moves_are_due):
-            plan = self.scheduler.plan(most)
+            plan = self.scheduler.plan(1 if exact else most)
+        if plan is not None and plan.rounds:
+            # Beside a chunk nothing has to be run again, and such a round does for a repeated one.
+            plan = dataclasses.replace(plan, exact=exact and not plan.lanes)
+            self._repeats.sent(exact)
         if plan is not None:
             self._tell(rows=rows, plan=plan.to_json())
             self._flying.append(self.session.run(plan, rows))
@@ -110,6 +118,8 @@ class Queue:
             )
             for slot in sorted(slots)
         }
+        if ran.plan.rounds:
+            self._repeats.observe(bool(snapshot.overflowed.any()), ran.plan.exact or bool(ran.plan.lanes))
         self._learn(ran, snapshot)
         events = self.scheduler.observe(ran.plan.number, seen)
         for event in events:

@@ -133,7 +133,7 @@ class Report:
             line += f" with {self.draft_hits_per_round:.2f} drafts hit in each"
         if counts:
             line += f"; {counts['overflows']} of {counts['exchanges']} exchanges through buffers overflowed"
-            line += " and took the exact path" if counts["overflows"] else ""
+            line += " and were run again exactly" if counts["overflows"] else ""
         if self.counts is not None and self.counts.drafter_misses:
             line += f"; {self.counts.drafter_misses} prompt tokens run again for a drafter that keeps no pages"
         return line

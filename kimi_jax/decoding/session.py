@@ -118,7 +118,8 @@ class Session:
     def _programs(self, plan: Plan, draws: Draws, rows: int | None) -> Programs:
         """What runs a plan. A chunk alone knows nothing of trees: those of all sizes share it."""
         programs = self.programs if rows is None or not plan.rounds else self.programs.with_rows(rows)
-        return programs.drawing(draws)
+        programs = programs.drawing(draws)
+        return programs.exactly() if plan.exact else programs
 
     def _send(self, programs: Programs, plan: Plan, slots: int, tiles: int) -> Ran:
         """Runs a plan on the first slots of each group, behind at most so many tiles of cached text."""
@@ -147,6 +148,9 @@ class Session:
         for each, count, slots in itertools.product(draws, rows, self.shape.slot_counts):
             for plan, behind in [*itertools.product(lanes, tiles), *((plan, 0) for plan in loops)]:
                 self._send(self._programs(plan, each, count), plan, slots, behind).read()
+            if self.shape.rounds_repeat:
+                again = dataclasses.replace(loops[0], exact=True)
+                self._send(self._programs(again, each, count), again, slots, 0).read()
         if self.state.context_pages is not None:
             self._restore([None] * self.shape.groups)
 

@@ -34,8 +34,8 @@ class Counters:
     loads: Int[Array, "groups layers experts"] | None = None
     """Rows of each device group (dp, ep) that chose each expert; None where experts stay where they are."""
     exchanges: Int[Array, "devices 2"] | None = None
-    """Exchanges through bounded buffers, and those among them that overflowed and took the exact path; None where the
-    exchange has no such buffers."""
+    """Exchanges through bounded buffers, and those among them that overflowed, so that a layer or a whole round was run
+    again exactly; None where the exchange has no such buffers."""
 
 
 @jax.tree_util.register_dataclass
@@ -166,7 +166,7 @@ class Dispatch:
     pages: Int[Array, "slots tiles"]
     """Pages of each slot's positions, by the group's own numbers; entries that a length does not need are arbitrary."""
     active: Bool[Array, " slots"]
-    """False for free slots and for those that wait for pages."""
+    """False for free slots and for those that wait for pages; in a dispatch also behind a round that overflowed."""
     fresh: Fresh | None = None
 
 
@@ -331,7 +331,7 @@ def with_first_slots(state: DecodeState, first: DecodeState) -> DecodeState:
     return dataclasses.replace(state, **shared, **both)
 
 
-SCALARS = ("counts", "finished", "failed", "nodes", "exchanges", "overflows")
+SCALARS = ("counts", "finished", "failed", "nodes", "exchanges", "overflows", "overflowed")
 """What the host reads of each slot in one number; see `Snapshot`."""
 
 
@@ -397,7 +397,9 @@ class Snapshot:
     """Exchanges through bounded buffers since the state was made, in every row the same number: one for each layer,
     replica and tp rank of a step."""
     overflows: Int[np.ndarray, " slots"]
-    """Those among them that took the exact path."""
+    """Those among them whose buffers did not hold their rows."""
+    overflowed: Int[np.ndarray, " slots"]
+    """Whether the slot's rounds ended with one that overflowed and gave nothing: it is to be run again exactly."""
     round_tokens: Int[np.ndarray, "slots steps"]
     hits: Int[np.ndarray, "slots depth"]
     tokens: Int[np.ndarray, "slots width"]

@@ -21,7 +21,8 @@ from kimi_jax.decoding.state import FINE, Asked, Counters, DecodeState, Dispatch
 from kimi_jax.model.pages import commit, places_of
 from kimi_jax.model.rows import Rows
 from kimi_jax.model.transformer import CausalLM, Output
-from kimi_jax.parallel.counters import counting
+from kimi_jax.parallel.collectives import all_reduce
+from kimi_jax.parallel.counters import OnOverflow, counting
 
 TOP = 20
 """Most likely tokens told of each token where log-probabilities are asked."""
@@ -48,6 +49,8 @@ class Verified:
     """Of the rows on the accepted path, in order; what follows the path is arbitrary."""
     finite: Bool[Array, " slots"]
     """Whether all logits on the path were finite."""
+    overflowed: Bool[Array, " slots"]
+    """Whether an exchange did not hold its rows, so that nothing of this counts; the same on all ranks that see it."""
     logits: Float[Array, "slots steps vocab_local"] | None
     """Of the rows on the path; None in programs that tell no log-probabilities."""
 
@@ -62,6 +65,8 @@ class Step:
     known_ids: int | None
     counts_loads: bool
     counts_overflows: bool
+    exact: bool = False
+    """Rounds take the exact path of exchanges whose buffers may overflow. Other rounds that overflow give nothing."""
 
     def propose(self, state: DecodeState) -> DraftTree:
         """The trees of all slots, each cut to what its request allows."""
@@ -69,10 +74,14 @@ class Step:
         return jax.vmap(truncate)(tree, state.asked.budgets) if tree.max_depth else tree
 
     def round(self, state: DecodeState, lanes: Lanes | None = None, tiles: int = 0) -> DecodeState:
-        """Draft, verify, accept, commit; and a chunk of other slots' prompts on the way."""
-        running = state.running
+        """Draft, verify, accept, commit; and a chunk of other slots' prompts on the way.
+
+        A round without a chunk in which an exchange overflows leaves all texts as they are, and the slots inactive for
+        the rest of the dispatch: the host runs it again by the exact program.
+        """
         tree = self.propose(state)
         verified, state, chunk = self.verify(state, tree, lanes, tiles)
+        running = state.running & ~verified.overflowed
         acceptance, output = verified.acceptance, verified.output
         accepted = jnp.where(running, acceptance.length, 0)
         places = [places_of(state.cache, state.pages, state.lengths, accepted, acceptance.path.shape[1])]
@@ -91,14 +100,16 @@ class Step:
             nodes=state.nodes + jnp.where(running, tree.num_nodes, 0),
         )
         state, new = self._emit(state, acceptance.tokens, accepted, verified.logits)
-        state = dataclasses.replace(state, round_tokens=_reached(state.round_tokens, new))
+        now = cast(Dispatch, state.now)
+        now = dataclasses.replace(now, active=now.active & ~verified.overflowed)
+        state = dataclasses.replace(state, now=now, round_tokens=_reached(state.round_tokens, new))
         state = _record_failure(state, running & ~verified.finite)
         return state if lanes is None or chunk is None else self._advance(state, lanes, *chunk)
 
     def chunk(self, state: DecodeState, lanes: Lanes, tiles: int) -> DecodeState:
         """A chunk of some prompts, behind at most so many tiles of cached pages."""
         rows = lanes.rows(state, tiles)
-        (output,), state = self._forward([rows], state)
+        (output,), state, _ = self._forward([rows], state)
         (drawn,) = self._draw([self._last_rows(state, lanes, rows, output)])
         state = dataclasses.replace(state, cache=commit(state.cache, [output.latents], [lanes.places(state, rows)]))
         return self._advance(state, lanes, rows, output, drawn)
@@ -114,7 +125,8 @@ class Step:
         groups = [Rows(tree.tokens, lengths[:, None] + tree.depths, ancestors, lengths, state.pages)]
         if lanes is not None:
             groups.append(lanes.rows(state, tiles))
-        outputs, state = self._forward(groups, state)
+        # A chunk's rows are never thrown away: the host counts on its progress, and one look a layer is little for it.
+        outputs, state, overflowed = self._forward(groups, state, self._of_rounds if lanes is None else "branch")
         wanted = [(state.asked, outputs[0].hidden, groups[0].positions)]
         if lanes is not None:
             wanted.append(self._last_rows(state, lanes, groups[1], outputs[1]))
@@ -128,6 +140,7 @@ class Step:
             acceptance=acceptance,
             output=jax.tree.map(on_path, outputs[0]),
             finite=jnp.take_along_axis(drawn[0].finite, acceptance.path, axis=1).all(1),
+            overflowed=jnp.broadcast_to(overflowed, running.shape),
             logits=on_path(drawn[0].logits) if self.draws.logprobs else None,
         )
         return verified, state, (groups[1], outputs[1], drawn[1]) if lanes is not None else None
@@ -169,16 +182,25 @@ class Step:
             logprobs, ids, best = log_probabilities(logits, following, top)
             return Scored(logprobs, most_likely(logits)[0] == following, Top(ids, best))
 
-    def _forward(self, groups: Sequence[Rows], state: DecodeState) -> tuple[list[Output], DecodeState]:
-        """One forward, and the state with what this device counted in it."""
-        with counting(loads=self.counts_loads) as counted:
+    @property
+    def _of_rounds(self) -> OnOverflow:
+        return "exact" if self.exact else "report"
+
+    def _forward(
+        self, groups: Sequence[Rows], state: DecodeState, on_overflow: OnOverflow = "branch"
+    ) -> tuple[list[Output], DecodeState, Bool[Array, ""]]:
+        """One forward, the state with what this device counted in it, and whether all of that is worth nothing."""
+        with counting(self.counts_loads, on_overflow) as counted:
             outputs = self.model.model.of_groups(groups, state.cache, self.speculation.tap_layers)
-        new = Counters(jnp.stack(counted.loads)[None] if self.counts_loads else None)
+        overflows = jnp.stack([jnp.int32(0), *counted.overflows]).sum(dtype=jnp.int32)
+        overflowed = jnp.bool_(False)
+        if counted.overflows and on_overflow == "report":
+            overflowed = all_reduce(overflows, "tp") > 0  # each tp rank has its own exchange, and all must do the same
+        new = Counters(jnp.stack(counted.loads)[None] * ~overflowed if self.counts_loads else None)
         if self.counts_overflows:
-            overflows = jnp.stack([jnp.int32(0), *counted.overflows]).sum(dtype=jnp.int32)
             exchanges = jnp.stack([jnp.int32(len(counted.overflows)), overflows])[None]
             new = dataclasses.replace(new, exchanges=exchanges)
-        return outputs, dataclasses.replace(state, counters=jax.tree.map(jnp.add, state.counters, new))
+        return outputs, dataclasses.replace(state, counters=jax.tree.map(jnp.add, state.counters, new)), overflowed
 
     def _emit(
         self,

@@ -68,6 +68,12 @@ def tree(drafter: DrafterConfig, layout: Layout, requests: int, depth: int, budg
     yield Message("log-sum-exp of each rank", "all-gather", TP, best, joined=True)
 
 
+def overflow(layout: Layout) -> Iterator[Message]:
+    """What a round asks whose exchange has bounded buffers: whether those of any tp rank overflowed."""
+    if layout.tp > 1:
+        yield Message("whether any buffer overflowed", "all-reduce", TP, WORD)
+
+
 def loop(layout: Layout) -> Iterator[Message]:
     """What the loop of rounds asks after each: whether any request still runs."""
     axes = tuple(axis for axis in layout.batch_axes if layout.axis_sizes[axis] > 1)

@@ -175,8 +175,11 @@ def _model(step: Step) -> Iterator[tuple[str, Need]]:
     yield "embedding", Need(1, held["embedding"].bytes, work={"activations": looked_up})
     yield "exchange", Need(moe_layers, messages=_exchanged(step))
     yield "reductions", Need(1, messages=tuple(messages.reductions(config, layout, rows, step.item)))
-    if step.program == "decode":
-        yield "other", Need(1, messages=tuple(messages.loop(layout)))
+    bounded = layout.ep > 1 and (step.exchange or step.used_exchange) == "alltoall"
+    asked = [*messages.overflow(layout)] if bounded and step.program in ("round", "decode") else []
+    asked += messages.loop(layout) if step.program == "decode" else []
+    if asked:
+        yield "other", Need(1, messages=tuple(asked))
 
 
 def _stored(step: Step, held: Shard) -> Shard:

@@ -58,11 +58,17 @@ class Experts(nnx.Module):
         return _int4(self.gate_proj).packed.shape[0]
 
     def __call__(
-        self, x: Float[Array, "rows hidden"], slots: Int[Array, "rows top_k"], weights: Float[Array, "rows top_k"]
+        self,
+        x: Float[Array, "rows hidden"],
+        slots: Int[Array, "rows top_k"],
+        weights: Float[Array, "rows top_k"],
+        routed_rows: int | None = None,
     ) -> Float[Array, "rows hidden"]:
-        """Weighted sum over the slots this rank holds; other ids contribute nothing."""
+        """Weighted sum over the slots this rank holds; other ids contribute nothing. See `LocalExperts`."""
         projections = (_int4(projection) for projection in (self.gate_proj, self.up_proj, self.down_proj))
-        return int4_moe(x, slots, weights, *projections, num_experts=self.num_experts, dtype=x.dtype)
+        return int4_moe(
+            x, slots, weights, *projections, num_experts=self.num_experts, routed_rows=routed_rows, dtype=x.dtype
+        )
 
 
 class RoutedExperts(Protocol):
@@ -73,7 +79,7 @@ class RoutedExperts(Protocol):
         """Slots this rank holds."""
         ...
 
-    def __call__(self, x: Array, slots: Array, weights: Array, /) -> Array:
+    def __call__(self, x: Array, slots: Array, weights: Array, /, routed_rows: int | None = None) -> Array:
         """Weighted sum over the slots this rank holds."""
         ...
 

@@ -88,7 +88,7 @@ def programs_of(case: Case, mesh: Mesh) -> Programs:
         speculation = Speculation(DFlashDrafter(context, "tree", case.budget))
     return Programs(
         model, mesh, rules(layout), Draws(), case.dtype, speculation,
-        exchange_may_overflow=may_overflow(layout),
+        exchange_may_overflow=may_overflow(layout, case.config.num_experts_per_tok, case.expert_slots),
     )  # fmt: skip
 
 

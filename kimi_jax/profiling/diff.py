@@ -27,6 +27,9 @@ _PART = (
     ("messages", lambda part: part["messages"]),
     ("link bytes", lambda part: part["link_bytes"]),
     ("floor µs", lambda part: part["floor_us"]),
+    ("launches", lambda part: part["launches"]["kernels"]),
+    ("host waits", lambda part: part["launches"]["host_waits"]),
+    ("modelled µs", lambda part: part["modelled_us"]),
 )
 
 
@@ -105,7 +108,9 @@ def figures(report: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for found in report["materialised"]:
         yield f"copy of {found['array']} in {found['part']}", found["bytes"]
     yield "host transfers", len(report["host_transfers"])
+    yield "host waits", report["launches"]["host_waits"]
     yield "floor µs", report["floor_us"]
+    yield "modelled µs", report["modelled_us"]
 
 
 def show(found: list[Change]) -> Table | str:

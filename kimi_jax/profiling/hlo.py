@@ -18,6 +18,9 @@ _ITEM_BITS = {
     "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "f16": 16, "bf16": 16, "s32": 32, "u32": 32,
     "f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "c128": 128,
 }  # fmt: skip
+COLLECTIVES = (
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+)  # fmt: skip
 FORWARDING = ("bitcast", "optimization-barrier", "copy-done", "all-gather-done", "all-reduce-done", "async-done")
 """Operations whose result is their first operand."""
 

@@ -11,12 +11,8 @@ import numpy as np
 
 from kimi_jax.ledger.part import PARTS
 from kimi_jax.parallel.messages import Kind, Message
-from kimi_jax.profiling.hlo import Instruction, Module, part_of
+from kimi_jax.profiling.hlo import COLLECTIVES, Instruction, Module, part_of
 from meshes.topology import groups_along
-
-_COLLECTIVES = (
-    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +57,7 @@ def _messages(module: Module) -> Iterator[tuple[list[Instruction], Instruction, 
         else:
             instructions = [instruction]
         for found in instructions:
-            if found.opcode.removesuffix("-start") in _COLLECTIVES:
+            if found.opcode.removesuffix("-start") in COLLECTIVES:
                 scope = module.computations[inside[0]]
                 yield [scope[name] for name in found.operands], found, count
 

@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Any
 
 from kimi_jax.ledger.constants import Constants
+from kimi_jax.ledger.launches import Launches, modelled
 from kimi_jax.ledger.part import PARTS
 from kimi_jax.ledger.rates import Network, transfer
 from kimi_jax.ledger.step import Work, ledger
@@ -100,6 +101,9 @@ class PartReport:
     memory_us: float | None
     compute_us: float | None
     link_us: float | None
+    launches: Launches
+    modelled_us: float | None
+    """What the launches, bytes, messages and kernels of the compiled program should take; see `ledger.launches`."""
 
     @property
     def floor_us(self) -> float | None:
@@ -131,6 +135,18 @@ class Report:
         """Of all parts, one after the other; None without a card."""
         floors = [part.floor_us for part in self.parts if part.floor_us is not None]
         return sum(floors) if floors else None
+
+    @property
+    def launches(self) -> Launches:
+        """Of all parts."""
+        each = [dataclasses.astuple(part.launches) for part in self.parts]
+        return Launches(*map(sum, zip(*each, strict=True)))
+
+    @property
+    def modelled_us(self) -> float | None:
+        """Of all parts, one after the other; None without a card."""
+        times = [part.modelled_us for part in self.parts if part.modelled_us is not None]
+        return sum(times) if times else None
 
     @property
     def read_ratio(self) -> float:
@@ -184,6 +200,8 @@ class Report:
             "verdict": self.verdict,
             "parts": [dataclasses.asdict(part) | {"floor_us": part.floor_us} for part in self.parts],
             "floor_us": self.floor_us,
+            "modelled_us": self.modelled_us,
+            "launches": dataclasses.asdict(self.launches),
             "necessary_bytes": self.necessary_bytes,
             "moved_ratio": self.moved_ratio,
             "dense_weight_read_ratio": self.read_ratio,
@@ -226,6 +244,11 @@ def make_report(compiled: Compiled, whole: Case | None = None) -> Report:
     moved["experts"] += round(needed["experts"].total.hbm_bytes)
     sent, kernels = collectives(module, case.preset.layout.axis_sizes), traffic.kernels(module)
     network = Network.of(case.preset, card)
+    started, times = traffic.launches(module), {}
+    if timed:
+        cached = {"attention": read["attention", "cache"], "experts": needed["experts"].total.hbm_bytes}
+        dense = {part: moved[part] - cached.get(part, 0) for part in PARTS}
+        times = modelled(case.step, case.preset, card, started, dense)
     parts = []
     for part in PARTS:
         messages = tuple(c for c in sent if c.part == part)
@@ -252,6 +275,8 @@ def make_report(compiled: Compiled, whole: Case | None = None) -> Report:
                 link_us=sum(t.local_bytes / network.local + t.network_bytes / network.remote for t in transfers)
                 if timed
                 else None,
+                launches=started.get(part, Launches()),
+                modelled_us=times.get(part),
             )
         )
     temporaries, found = compiled.temporaries, card if timed else None

@@ -41,6 +41,13 @@ def _answer(report: Report, live: Live | None) -> list[str]:
         lines.append(
             f"Floor{of}: {report.floor_us / 1e3:.2f} ms on {report.case.gpu}, and {latency / 1e3:.2f} ms of messages."
         )
+    if report.modelled_us is not None:
+        started = report.launches
+        lines.append(
+            f"Modelled{of}: {report.modelled_us / 1e3:.2f} ms, with {started.kernels:,.0f} kernels, "
+            f"{started.collective_kernels:,.0f} all-reduce kernels, {started.messages:,.0f} messages of NCCL and "
+            f"{started.host_waits or 'no'} waits of the host."
+        )
     lines.append(f"Moved{of}: {_bytes(moved(report.parts))}, {report.moved_ratio:.2f} × what it must.")
     copies = f"{len(report.materialised)}, {_bytes(sum(m.bytes for m in report.materialised))}"
     lines.append(f"Copies of weights or cache: {copies if report.materialised else 'none'}.")
@@ -52,7 +59,7 @@ def _answer(report: Report, live: Live | None) -> list[str]:
 def _notes(report: Report, live: Live | None) -> list[str]:
     sources = []
     if report.floor_us is not None:
-        sources.append("Floors are data-sheet bandwidths and peaks, latencies the estimator's.")
+        sources.append("Floors are data-sheet bandwidths and peaks; modelled times have rates for launches as well.")
     sources.append("Nothing here was measured." if live is None else "Round times and busy µs were measured.")
     notes = [
         exchange_note(report.case),
@@ -73,7 +80,7 @@ def exchange_note(case: Case) -> str:
     note = f"Exchange: {case.exchange} for {rows} row{'s' if rows > 1 else ''} a device"
     if case.exchange != "alltoall":
         return note + "."
-    return note + ", counted as where its buffers hold the rows due; a step that overflows them takes allgather."
+    return note + ", counted as where its buffers hold the rows due; one that overflows them takes allgather."
 
 
 def moved(parts: tuple[PartReport, ...]) -> float:
@@ -116,7 +123,8 @@ def _parts_table(report: Report, live: Live | None, wide: bool) -> Table:
     timed = report.floor_us is not None
     columns = [
         *left("part"), *right("must MB", "moved MB"), *right("GFLOP", wide=True), *right("messages"),
-        *right("link MB", "kernels", wide=True), *right(*["latency µs", "floor µs"] * timed),
+        *right("link MB", "Pallas kernels", wide=True), *right("launches"),
+        *right(*["latency µs"] * timed, wide=True), *right(*["modelled µs", "floor µs"] * timed),
         *right(*["busy µs"] * (live is not None)),
     ]  # fmt: skip
 
@@ -130,9 +138,11 @@ def _parts_table(report: Report, live: Live | None, wide: bool) -> Table:
             str(messages or ""),
             f"{sum(part.link_bytes for part in parts) / MB:.2f}" if messages else "",
             str(sum(kernel.count for part in parts for kernel in part.kernels) or ""),
+            f"{sum(part.launches.kernels for part in parts):,.0f}",
         ]
         if timed:
             cells.append(f"{sum(part.latency_us or 0 for part in parts):,.0f}" if messages else "")
+            cells.append(f"{sum(part.modelled_us or 0 for part in parts):,.0f}")
             cells.append(f"{sum(part.floor_us or 0 for part in parts):,.0f}")
         if live is not None:
             cells.append(f"{1e6 * sum(live.part_seconds.get(part.part, 0.0) for part in parts):,.0f}")

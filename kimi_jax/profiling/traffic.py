@@ -3,7 +3,8 @@
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from kimi_jax.profiling.hlo import FORWARDING, Instruction, Module, part_of
+from kimi_jax.ledger.launches import Launches
+from kimi_jax.profiling.hlo import COLLECTIVES, FORWARDING, Instruction, Module, part_of
 
 _SLICES = ("slice", "dynamic-slice", "gather")
 _IN_PLACE = ("scatter", "dynamic-update-slice")
@@ -51,6 +52,37 @@ def custom_calls(module: Module) -> dict[str, int]:
         if instruction.opcode == "custom-call":
             counts[instruction.target] = counts.get(instruction.target, 0) + count
     return counts
+
+
+def launches(module: Module) -> dict[str, Launches]:
+    """What is started, by part.
+
+    On a GPU the host reads the predicate of every choice, and of loops of unknown length twice at least.
+    """
+    counts: dict[str, dict[str, int]] = {}
+    for _, instruction, count in module.executed():
+        what, op_name = _started(module, instruction)
+        if what is not None:
+            of_part = counts.setdefault(part_of(op_name), {})
+            unsure = what == "host_waits" and instruction.opcode == "while"
+            of_part[what] = of_part.get(what, 0) + count * (2 if unsure else 1)
+    return {part: Launches(**each) for part, each in counts.items()}
+
+
+def _started(module: Module, instruction: Instruction) -> tuple[str | None, str]:
+    """The field of `Launches` that an instruction counts in, if any, and the operation it came from."""
+    opcode, op_name = instruction.opcode, instruction.op_name
+    if opcode == "conditional" or (opcode == "while" and "known_trip_count" not in instruction.attributes):
+        return "host_waits", op_name
+    if opcode in _FREE or opcode in CONTROL or opcode.endswith("-done") or instruction.target == "AllocateBuffer":
+        return None, op_name
+    if opcode.removesuffix("-start") in COLLECTIVES:
+        return "messages", op_name
+    if opcode in ("fusion", "fusion-start"):
+        for inside in module.computations[instruction.fused].values():
+            if inside.opcode.removesuffix("-start") in COLLECTIVES:
+                return "collective_kernels", inside.op_name
+    return "kernels", op_name
 
 
 def host_transfers(module: Module) -> list[str]:

@@ -41,6 +41,8 @@ class Shape:
     until_one_ends: bool = False
     """The device ends the rounds of a dispatch with the first text that ends: no slot waits, however many are planned.
     It needs `ahead` 0, since nobody knows how many were run before it is read."""
+    rounds_repeat: bool = False
+    """Rounds of a dispatch without a chunk may give nothing, and are then run again: no text is sure to go on."""
     ahead: int = 1
     """Dispatches that may be in flight, unread, when the next one is planned: 0 or 1."""
 
@@ -192,6 +194,8 @@ class Plan:
     """Slots of each group that rounds are computed for, one of the shape's counts; 0 without rounds."""
     active: tuple[int, ...] = ()
     """Slots that take part in the rounds, ascending; all others stand still."""
+    exact: bool = False
+    """Rounds are run by programs in which none has to be repeated."""
     released: tuple[int, ...] = ()
     """Slots that a request has left since the last plan, for information."""
     preempted: tuple[str, ...] = ()

@@ -39,6 +39,8 @@ class _Flight:
 
     number: int
     rounds: int = 0
+    sure: int = 0
+    """Rounds that are not run again for want of an outcome."""
     running: dict[int, Work] = dataclasses.field(default_factory=dict)
     lanes: dict[int, Work] = dataclasses.field(default_factory=dict)
     ends: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -156,9 +158,11 @@ class Scheduler:
         if not lanes and not runners:
             return None
         flight.rounds = self._rounds(runners, bool(lanes), most)
+        flight.sure = 0 if self.shape.rounds_repeat and not lanes else flight.rounds
         for work in runners:
             assert work.slot is not None
             work.flying_rounds += flight.rounds
+            work.sure_rounds += flight.sure
             flight.running[work.slot] = work
         self._flights.append(flight)
         self._plans += 1
@@ -198,6 +202,7 @@ class Scheduler:
                 work.flying_first = 0
         for work in flight.running.values():
             work.flying_rounds -= flight.rounds
+            work.sure_rounds -= flight.sure
         under_way = [(slot, work) for slot, work in sorted(flight.works.items()) if not work.ended]
         events = [self._event(work, slot, seen.get(slot, Seen()), slot in flight.lanes) for slot, work in under_way]
         return [event for event in events if event is not None]

@@ -32,6 +32,8 @@ class Work:
     """1 while the dispatch that draws the first token is in flight."""
     flying_rounds: int = 0
     """Rounds in flight."""
+    sure_rounds: int = 0
+    """Those among them that give at least one token each."""
     preemptions: int = 0
     overtaken: int = 0
     """Later requests that were admitted while this one waited."""
@@ -54,7 +56,7 @@ class Work:
     @property
     def least(self) -> int:
         """Tokens of the answer that there are at least once what is in flight has run, if it was not ended."""
-        return len(self.tokens) + self.flying_first + self.flying_rounds
+        return len(self.tokens) + self.flying_first + self.sure_rounds
 
     @property
     def complete(self) -> bool:

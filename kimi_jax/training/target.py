@@ -49,7 +49,11 @@ class FloatExperts(nnx.Module):
         return self.gate_proj.get_value().shape[0]
 
     def __call__(
-        self, x: Float[Array, "rows hidden"], slots: Int[Array, "rows top_k"], weights: Float[Array, "rows top_k"]
+        self,
+        x: Float[Array, "rows hidden"],
+        slots: Int[Array, "rows top_k"],
+        weights: Float[Array, "rows top_k"],
+        routed_rows: int | None = None,
     ) -> Float[Array, "rows hidden"]:
         """Weighted sum over the slots; `load` and `chosen` are left for the balancing and for statistics."""
         experts, (rows, top_k) = self.num_local, slots.shape

@@ -1,5 +1,6 @@
 """The operation's one public function, and what it is under the contract of `pallas_kernels.operation`."""
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import jax
@@ -32,6 +33,7 @@ def int4_moe(
     down: PackedWeight,
     *,
     num_experts: int | None = None,
+    routed_rows: int | None = None,
     implementation: str = "auto",
     device: Device | None = None,
     dtype: DTypeLike = jnp.float32,
@@ -52,6 +54,8 @@ def int4_moe(
         up: [slots, width, hidden].
         down: [slots, hidden, width].
         num_experts: experts the router chooses from, over all ranks (default: `slots`). It only guides tile sizes.
+        routed_rows: rows that chose from them (default: those of `x`, which may be a buffer with more or less room).
+            It only guides tile sizes too.
         implementation: "auto", "reference", or a name of `selection.IMPLEMENTATIONS` that must serve this call.
         device: the card to choose for; default the mesh's in use, else the first device's.
         dtype: type of the result, rounded to once at the end.
@@ -61,6 +65,7 @@ def int4_moe(
         ValueError: shapes or dtypes that do not belong together, or an implementation that cannot serve them.
     """
     shape = _check(x, expert_ids, expert_weights, (gate, up, down), num_experts)
+    shape = dataclasses.replace(shape, routed_rows=routed_rows or 0)
     if shape.rows == 0 or shape.top_k == 0:
         return jnp.zeros(x.shape, dtype)
     choice = OPERATION.choose(shape, x.dtype, device or Device.current(), implementation)

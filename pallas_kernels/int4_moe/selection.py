@@ -33,16 +33,23 @@ class Shape:
     hidden: int
     width: int
     num_experts: int
+    routed_rows: int = 0
+    """Rows that choose among all experts, where `rows` is the room of a buffer; 0 for all of `rows`."""
+
+    @property
+    def choices(self) -> int:
+        """Choices among all experts, of which this rank's slots get their share."""
+        return (self.routed_rows or self.rows) * self.top_k
 
     @property
     def mean_rows(self) -> float:
         """Rows an expert meets when routing is uniform."""
-        return self.rows * self.top_k / self.num_experts
+        return self.choices / self.num_experts
 
     @property
     def expected_active(self) -> float:
         """Distinct local experts that have rows when routing is uniform."""
-        return self.slots * (1 - (1 - 1 / self.num_experts) ** (self.rows * self.top_k))
+        return self.slots * (1 - (1 - 1 / self.num_experts) ** self.choices)
 
 
 def prefer(shape: Shape, device: Device) -> EngineName:

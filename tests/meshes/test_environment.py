@@ -31,6 +31,11 @@ def test_settings_follow_nodes_and_domains():
     assert not names(preset("hgx-ib-8")) & {"NCCL_DEBUG"}, "one node needs one process"
 
 
+def test_no_setting_takes_graphs_away():
+    """XLA's own list has more than any that was set here: of a round of three layers 26 graphs were left for 9."""
+    assert not [name for machine in PRESETS.values() for name in names(machine) if "command_buffer" in name]
+
+
 def test_every_setting_has_a_reason_and_stands_once():
     for machine in PRESETS.values():
         chosen = settings(machine)
@@ -42,7 +47,7 @@ def test_every_setting_has_a_reason_and_stands_once():
 def test_the_installed_jaxlib_takes_every_flag():
     """All presets' flags at once; an unknown one, or a value that does not parse, ends the process."""
     flags = {str(setting) for machine in PRESETS.values() for setting in settings(machine) if setting.is_xla_flag}
-    assert len(flags) >= 5
+    assert len(flags) >= 4
     for extra, accepted in (("", True), ("--xla_gpu_no_such_flag=1", False)):
         result = subprocess.run(
             [sys.executable, "-c", "import jax; print(jax.devices())"], capture_output=True, text=True,

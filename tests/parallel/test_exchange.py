@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from kimi_jax.parallel.counters import counting
 from kimi_jax.parallel.exchange import BACKENDS, allgather, alltoall, auto, ragged
-from kimi_jax.parallel.exchange.choice import buffer_rows, chosen
+from kimi_jax.parallel.exchange.choice import buffer_rows, chosen, expert_rows
 from kimi_jax.parallel.placement import EMPTY, even_placement
 from kimi_jax.quantization import Int4Weight, dequantize, quantize
 from meshes.devices import build_mesh
@@ -104,7 +104,7 @@ def routing(kind: str, layout: Layout, num_rows: int, num_experts: int) -> tuple
 
 
 @functools.cache
-def runner(backend, machine: Preset, devices=None):
+def runner(backend, machine: Preset, devices=None, on_overflow="branch"):
     """The compiled layer: rows over dp and ep, experts where the layout puts them, the sum over tp at the end."""
     layout = machine.layout
     mesh = build_mesh(machine, devices or jax.devices())
@@ -115,10 +115,10 @@ def runner(backend, machine: Preset, devices=None):
     def layer(rows, slots, weights, gate, up, down):
         num_local = gate.packed.shape[0]
 
-        def experts(x, ids, w):
-            return int4_moe(x, ids, w, gate, up, down).astype(x.dtype)
+        def experts(x, ids, w, routed_rows=None):
+            return int4_moe(x, ids, w, gate, up, down, routed_rows=routed_rows).astype(x.dtype)
 
-        with counting() as counted:
+        with counting(on_overflow=on_overflow) as counted:
             partial = backend(rows, slots, weights, experts, num_local, expert_axes=layout.expert_axes)
         overflow = counted.overflows[0] if counted.overflows else jnp.bool_(False)
         return jax.lax.psum(partial, "tp"), jax.lax.psum(overflow.astype(jnp.int32), "tp")[None]
@@ -261,7 +261,10 @@ def test_ragged_compiles_for_absent_gpus():
     batch = PartitionSpec(("dp", "ep"))
 
     def layer(rows, slots, weights):
-        return ragged(rows, slots, weights, lambda x, ids, w: x * (w * (ids < 3)).sum(-1, keepdims=True), 3)
+        def experts(x, ids, w, routed_rows=None):
+            return x * (w * (ids < 3)).sum(-1, keepdims=True)
+
+        return ragged(rows, slots, weights, experts, 3)
 
     mapped = jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=batch, out_specs=batch, check_vma=False))
     shapes = ((HIDDEN, jnp.float32), (TOP_K, jnp.int32), (TOP_K, jnp.float32))
@@ -284,6 +287,50 @@ def test_buffers_hold_the_expected_load():
         assert due.max() <= size
     assert buffer_rows(2048, 8, 432, 6, 72) < 2048 / 4
     assert buffer_rows(100, 4, 4, 1, 4) == 100  # every row needs every rank: then nothing can overflow
+
+
+@pytest.mark.parametrize("rows", [24, 136])
+def test_experts_are_told_how_many_rows_chose_among_them(rows):
+    """By the numbers that reports on tile sizes take: the room of a buffer says little of what arrives."""
+    machine = LAYOUTS["nvl72 ep 9"]
+    layout, top_k, num_slots, told = machine.layout, 8, 432, []
+
+    def experts(x, ids, w, routed_rows=None):
+        told.append((x.shape[0], routed_rows or x.shape[0]))
+        return x
+
+    def layer(rows, slots, weights):
+        return auto(rows, slots, weights, experts, num_slots // layout.expert_ranks)
+
+    mesh, batch = build_mesh(machine, jax.devices()), PartitionSpec(("dp", "ep"))
+    mapped = jax.shard_map(layer, mesh=mesh, in_specs=batch, out_specs=batch, check_vma=False)
+    kinds = ((HIDDEN, jnp.float32), (top_k, jnp.int32), (top_k, jnp.float32))
+    with counting(on_overflow="report"):
+        jax.eval_shape(mapped, *(jax.ShapeDtypeStruct((9 * rows, size), dtype) for size, dtype in kinds))
+    assert told == [(9 * expert_rows(layout, rows, top_k, num_slots), 9 * rows)]
+    assert (told[0][0] < 9 * rows) == (rows == 136)
+
+
+def test_a_report_sends_nothing_twice():
+    """Whoever throws an overflowed step away gets a program without a choice, and whoever wants it exact no buffers."""
+    machine = LAYOUTS["hgx-ib-16 wide ep"]
+    slots, num_slots = routing("one rank", machine.layout, machine.layout.ep * ROWS, num_experts=24)
+    case = case_of(slots, num_slots, width=32)
+    for kind, told, exact in (("branch", 1, True), ("report", 1, False), ("exact", 0, True)):
+        lowered = runner(small_buffers(1), machine, on_overflow=kind).lower(
+            case.rows, case.slots, case.weights, *case.stacks
+        )
+        text = lowered.as_text()
+        assert ("stablehlo.case" in text) == (kind == "branch")
+        assert ("stablehlo.all_to_all" in text) == (kind != "exact")
+        if kind == "branch":
+            continue  # run by the tests above
+        with jax.default_matmul_precision("highest"):
+            out, overflows = runner(small_buffers(1), machine, on_overflow=kind)(
+                case.rows, case.slots, case.weights, *case.stacks
+            )
+        assert np.allclose(out, case.expected, atol=TOLERANCE) == exact
+        assert (np.asarray(overflows) == told).all()
 
 
 def test_auto_takes_buffers_where_they_halve_what_travels():

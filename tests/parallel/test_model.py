@@ -77,6 +77,34 @@ def test_overflows_are_counted_and_change_nothing(reference, monkeypatch):
     assert f"24 of {summary['exchanges']} exchanges through buffers overflowed" in report.details()
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), pytest.param(Sampling(0.9), marks=pytest.mark.slow)])
+def test_rounds_that_overflow_are_run_again(sampling, reference, monkeypatch):
+    """Buffers of one row for twins, whose rows choose alike: rounds overflow, and texts are those of one device."""
+    ids, limits = reference["greedy_ids"], Limits(max_new_tokens=6, prefill_chunk=32)
+    prompts = [prompt for prompt in ids[:, :20].tolist() for _ in range(2)]
+
+    def run(layout):
+        machine = preset("local").with_layout(layout)
+        engine = open_checkpoint(TINY, build_mesh(machine, jax.devices()), layout, jnp.float32)
+        report, texts = Report(len(prompts)), [[] for _ in prompts]
+        for progress in engine.generate(prompts, limits, sampling, seed=3):
+            report.add(progress)
+            for text, new in zip(texts, progress.new_tokens, strict=True):
+                text += new
+        return texts, report
+
+    expected = ids[:, 20:26].tolist() if sampling.greedy else None
+    alone = [text for text in expected for _ in range(2)] if expected else run(Layout())[0]
+    monkeypatch.setattr(all_to_all, "buffer_rows", lambda *sizes, **options: 1)
+    texts, report = run(Layout(ep=2, tp=2, exchange="alltoall"))
+    assert texts == alone
+    assert report.rounds == 5, "a round that gives nothing is none"
+    summary = report.as_dict()
+    in_chunks = 3 * 2  # of three layers on two tp ranks, one chunk
+    assert summary["overflows"] > in_chunks
+    assert f"{summary['overflows']} of {summary['exchanges']} exchanges" in report.details()
+
+
 @pytest.mark.slow
 def test_tp_64_on_64_of_72():
     """A model with 64 heads and random weights, against the same on one device: one head and a 64th of widths each."""

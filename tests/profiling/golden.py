@@ -18,7 +18,18 @@ from kimi_jax.profiling.diff import figures
 from kimi_jax.profiling.report import make_report
 
 DIRECTORY = Path(__file__).parent / "golden"
-OF_XLA = ("temporaries", "total", "free", "xla_peak", "most_requests", "most_context", "moved bytes", "copy of")
+OF_XLA = (
+    "temporaries",
+    "total",
+    "free",
+    "xla_peak",
+    "most_requests",
+    "most_context",
+    "moved bytes",
+    "copy of",
+    "launches",
+    "modelled",
+)
 
 
 def golden(compiled: Compiled) -> dict[str, Any]:

@@ -11,12 +11,14 @@ from kimi_jax.profiling.diff import Change, changes, figures, load, show
 REPORT = {
     "program": "round", "mesh": "nvl72", "layout": {"tp": 8}, "gpu": "gb300", "layers": 2, "requests": 64,
     "rows_per_request": 17, "context": 8192, "budget": 16, "floor_us": 100.0, "host_transfers": [],
+    "modelled_us": 300.0, "launches": {"kernels": 50, "host_waits": 0},
     "memory": {"weights": {"attention": 1000, "head": 10}, "cache": 5},
     "parts": [
         {
             "part": "exchange", "need": {"hbm_bytes": 0, "flops": 0}, "weight_bytes_read": 0, "messages": 2,
             "moved_bytes": 7,
             "link_bytes": 64, "floor_us": 1.5, "kernels": [],
+            "modelled_us": 9.0, "launches": {"kernels": 11, "host_waits": 0},
             "collectives": [{"kind": "all-gather", "axes": ["ep"], "bytes": 32, "count": 2}],
         }
     ],

@@ -1,7 +1,10 @@
 """The HLO reader on a small hand-written program whose answers are known, and on every notation of groups."""
 
+import re
+
 import pytest
 
+from kimi_jax.ledger.launches import Launches
 from kimi_jax.profiling.hlo import Module, part_of
 from kimi_jax.profiling.messages import Collective, collectives, mesh_axes, replica_groups
 from kimi_jax.profiling.traffic import (
@@ -11,6 +14,7 @@ from kimi_jax.profiling.traffic import (
     host_transfers,
     intermediates,
     kernels,
+    launches,
     materialised,
     reads,
 )
@@ -134,6 +138,23 @@ def test_copies_are_found_and_updates_in_place_are_none(module):
         Materialised("target.model.layers.0.w", "turned", 1024 * 2048 * 2, "attention"),
     ]
     assert materialised(module, smallest=1 << 30) == []
+
+
+def test_launches(module):
+    """The loop of seven trips runs its slice seven times; of one of unknown length the host asks, as of a choice."""
+    assert launches(module) == {
+        "attention": Launches(kernels=1),
+        "other": Launches(kernels=2),
+        "reductions": Launches(collective_kernels=1, messages=1),
+        "exchange": Launches(messages=1),
+        "experts": Launches(kernels=2),
+        "tree": Launches(kernels=7),
+    }
+    unknown = launches(Module(PROGRAM.replace(', backend_config={"known_trip_count":{"n":"7"}}', "")))
+    assert sum(part.host_waits for part in unknown.values()) == 2
+    choice = "%loop = (s32[], bf16[1024,2048]{1,0}) conditional(%zero, %start), branch_computations={%body}"
+    asked = launches(Module(re.sub(r"%loop = .*", choice, PROGRAM)))
+    assert sum(part.host_waits for part in asked.values()) == 1
 
 
 def test_host_transfers(module):

@@ -56,8 +56,12 @@ class Slot:
 class Device:
     """Executes plans in their order and checks of each what a compiled program would silently take."""
 
-    def __init__(self, shape: Shape, fails: Callable[[str, int], bool] = lambda id, position: False):
-        self.shape, self.fails = shape, fails
+    def __init__(
+        self, shape: Shape, fails: Callable[[str, int], bool] = lambda id, position: False,
+        overflows: Callable[[int, int], bool] = lambda number, group: False,
+    ):  # fmt: skip
+        """`overflows` says in which dispatches a group's rounds give nothing."""
+        self.shape, self.fails, self.overflows = shape, fails, overflows
         self.memory = np.full((shape.groups, shape.pages, shape.page_tokens), -1, np.int32)
         self.table = shape.table()
         self.slots: dict[int, Slot] = {}
@@ -103,7 +107,8 @@ class Device:
             self.rounds += 1
             self.slot_rounds += shape.slots
             for index in running:
-                if not self.slots[index].finished:
+                lost = shape.rounds_repeat and not plan.lanes and self.overflows(plan.number, shape.group(index))
+                if not self.slots[index].finished and not lost:
                     self.used += 1
                     id = self.slots[index].admission.id
                     self.rounds_of[id] = self.rounds_of.get(id, 0) + 1

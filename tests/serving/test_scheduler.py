@@ -48,6 +48,24 @@ def test_no_more_rounds_than_the_limit_needs(ahead, limit, rounds):
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_rounds_that_give_nothing_are_run_again(ahead, slots):
+    """A slot is not given away for tokens that may not come, though the same dispatches are sure to end without losses.
+
+    Every third dispatch of one group and every fifth of the other is lost.
+    """
+    rules = {"ahead": ahead, "slots_per_group": slots, "groups": 2, "lanes": 1, "rounds_repeat": True}
+    device = Device(shape(**rules), overflows=lambda number, group: number % (3 + 2 * group) == 0)
+    host = Host(device.shape, device)
+    some = [request("x" * number, number, 3 * number) for number in range(1, 16)]
+    host.submit(*some)
+    host.finish()
+    assert all(host.outcomes[one.id].text == alone(one) for one in some)
+    assert {outcome.reason for outcome in host.outcomes.values()} == {"length"}
+    host.check_empty()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("depth", [0, 2])
 def test_prompts_of_every_length(ahead, depth):
     """Each ends elsewhere in a page and in a chunk, with rounds planned before its last chunks were read."""

@@ -1,4 +1,4 @@
-"""Rows to the ranks they chose through bounded buffers, dense `all_to_all` both ways; exact when they overflow.
+"""Rows to the ranks they chose through bounded buffers, dense `all_to_all` both ways; `allgather` when they overflow.
 
 A rank's buffer takes rows with the ids of its local slots, not rows grouped by expert: a row that chose two experts of
 one rank travels once and comes back as one weighted sum, and the INT4 kernel groups rows by expert itself.
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.parallel.collectives import axis_size
-from kimi_jax.parallel.counters import report_overflow
+from kimi_jax.parallel.counters import on_overflow, report_overflow
 from kimi_jax.parallel.exchange import all_gather
 from kimi_jax.parallel.exchange.all_gather import allgather
 from kimi_jax.parallel.exchange.base import (
@@ -40,13 +40,13 @@ def alltoall(
     """Each rank gets the rows that chose it, once each, from their rank with its own place on tp.
 
     Every buffer carries its sender's word on whether any of its buffers overflowed, so that all ranks of the exchange
-    know and take `allgather` together; no message is spent on asking, and `counters.counting` hears of it.
+    know without a message of its own, and `counters.counting` hears of it. What follows is `counters.OnOverflow`.
 
     Args:
       capacity: rows of a buffer; `buffer_rows` by default.
     """
     peers = axis_size("ep")
-    if peers == 1:
+    if peers == 1 or on_overflow() == "exact":
         return allgather(rows, slots, weights, experts, num_local, expert_axes=expert_axes)
     if capacity is None:
         num_slots = num_local * axis_size(expert_axes)
@@ -66,7 +66,7 @@ def alltoall(
         report_overflow(any_overflow)
 
     def bounded() -> Float[Array, "rows hidden"]:
-        partial = experts(received[0], received[1], received[2])
+        partial = experts(received[0], received[1], received[2], routed_rows=peers * rows.shape[0])
         with jax.named_scope("exchange"):
             (returned,) = unpack_columns(_swap(pack_columns([partial])), [partial])
             returned = jnp.where(taken.reshape(-1, 1), returned.astype(jnp.float32), 0)
@@ -77,7 +77,7 @@ def alltoall(
         with jax.named_scope(OVERFLOW):
             return allgather(rows, slots, weights, experts, num_local, expert_axes=expert_axes)
 
-    if capacity >= rows.shape[0]:
+    if capacity >= rows.shape[0] or on_overflow() == "report":
         return bounded()
     return jax.lax.cond(any_overflow, exact, bounded)
 

@@ -15,10 +15,22 @@ from meshes.presets import Layout
 
 EP = ("ep",)
 
-LocalExperts = Callable[
-    [Float[Array, "rows hidden"], Int[Array, "rows top_k"], Float[Array, "rows top_k"]], Float[Array, "rows hidden"]
-]
-"""Rows, slots within this rank (ids outside are someone else's) and weights to the weighted sum over those slots."""
+
+class LocalExperts(Protocol):
+    """Rows, slots within this rank (ids outside are someone else's) and weights to the weighted sum over those slots.
+
+    `routed_rows` are the rows that chose among all experts, where the operand is a buffer with room for more or fewer:
+    tile sizes follow the rows that an expert really meets.
+    """
+
+    def __call__(
+        self,
+        x: Float[Array, "rows hidden"],
+        slots: Int[Array, "rows top_k"],
+        weights: Float[Array, "rows top_k"],
+        /,
+        routed_rows: int | None = None,
+    ) -> Float[Array, "rows hidden"]: ...
 
 
 class Exchange(Protocol):

@@ -75,6 +75,17 @@ def used(layout: Layout, rows: int, top_k: int, num_slots: int) -> str:
     return chosen(rows, top_k, num_slots, num_slots // layout.expert_ranks, layout.ep)
 
 
-def may_overflow(layout: Layout) -> bool:
+def expert_rows(layout: Layout, rows: int, top_k: int, num_slots: int) -> int:
+    """Rows that a rank has room for from each ep rank, of whose steps have `rows` rows a device."""
+    if layout.ep == 1 or used(layout, rows, top_k, num_slots) != "alltoall":
+        return rows
+    return buffer_rows(rows, top_k, num_slots, num_slots // layout.expert_ranks, layout.ep)
+
+
+def may_overflow(layout: Layout, top_k: int, num_slots: int) -> bool:
     """Whether steps of some size go through buffers that can overflow."""
-    return layout.ep > 1 and layout.exchange in ("alltoall", "auto")
+    if layout.ep == 1 or layout.exchange not in ("alltoall", "auto"):
+        return False
+    # Buffers take more than the rows that are due: `auto` does not take them where those are half of all rows.
+    due = IMBALANCE * needed(top_k, num_slots, num_slots // layout.expert_ranks)
+    return layout.exchange == "alltoall" or due < 0.5

@@ -58,7 +58,7 @@ def ragged(
         # Places that stay empty keep ids past the local slots.
         empty = (jnp.zeros_like(columns[0]), jnp.full_like(ids, num_local), jnp.zeros_like(columns[2]))
         arrived = unpack_columns(_send(pack_columns(columns), pack_columns(empty), sent, received, count), columns)
-    partial = experts(*arrived)
+    partial = experts(*arrived, routed_rows=peers * count)
     with jax.named_scope("exchange"):
         back = _send(pack_columns([partial]), pack_columns([jnp.zeros_like(partial)]), received, sent, count)
         (returned,) = unpack_columns(back, [partial])

@@ -1,3 +1,4 @@
+import dataclasses
 import re
 
 import jax.numpy as jnp
@@ -64,6 +65,16 @@ def test_workspace_is_the_temporaries_of_the_worst_routing():
     # 64 rows x 8 over 48 experts: at most 48 + 512 / 8 tiles of 8 rows, each row hidden bf16, width bf16, hidden f32.
     shape = expert_parallel(64, 48)
     assert workspace_bytes(shape, config_of(shape)) == (48 + 64) * 8 * (2 * 7168 + 2 * 2048 + 4 * 7168)
+
+
+def test_tiles_follow_the_rows_that_arrive():
+    """An nvl72 step of 64 requests: buffers take 396 rows of 1,224 that chose, so that an expert meets 25 and not 8."""
+    buffer = Shape(396, 8, 6, 7168, 2048, 384)
+    rows = {
+        routed: config_of(dataclasses.replace(buffer, routed_rows=routed), GB300).gate_up.rows
+        for routed in (0, 96, 1224)
+    }
+    assert rows == {0: 16, 96: 8, 1224: 64}
 
 
 @pytest.mark.parametrize(
