@@ -88,6 +88,17 @@ GOLDEN = {
         HGX.with_layout(dataclasses.replace(HGX.with_axes(dp=2, ep=1).layout, cache="split")),
         [("all-gather", ("tp",), 2, 7680), ("all-reduce", ("tp",), 5, 3072), ("all-to-all", ("tp",), 2, 6336)],
     ),
+    # A device sends one row of its six, padded to eight: 544 bytes with its choices, 512 of its sum.
+    "hgx-ib-16 hierarchical": (
+        with_exchange(HGX, "hierarchical"),
+        [
+            ("all-gather", ("ep",), 1, 2 * 544),
+            ("all-gather", ("tp",), 1, 16 * 544),
+            ("all-reduce", ("tp",), 5, 3072),
+            ("reduce-scatter", ("ep",), 1, 2 * 512),
+            ("reduce-scatter", ("tp",), 1, 16 * 512),
+        ],
+    ),
     "hgx-ib-16 alltoall": (
         with_exchange(HGX, "alltoall"),
         [("all-reduce", ("tp",), 5, 3072), ("all-to-all", ("ep",), 1, 2 * 3072), ("all-to-all", ("ep",), 1, 2 * 3288)],

@@ -36,7 +36,10 @@ def declares_exchange(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and names(node.func) == {"Message"} and "EP" in names(node)
 
 
-EXCHANGES = {f"kimi_jax/parallel/exchange/{name}.py" for name in ("all_gather", "all_to_all", "ragged_all_to_all")}
+EXCHANGES = {
+    f"kimi_jax/parallel/exchange/{name}.py"
+    for name in ("all_gather", "all_to_all", "hierarchical", "ragged_all_to_all")
+}
 
 RULES = {
     # Bytes come from the declarations: no product of an expert's sizes anywhere.

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from kimi_jax.parallel.counters import counting
 from kimi_jax.parallel.exchange import BACKENDS, allgather, alltoall, auto, ragged
 from kimi_jax.parallel.exchange.choice import buffer_rows, chosen, expert_rows
+from kimi_jax.parallel.exchange.hierarchical import hierarchical
 from kimi_jax.parallel.placement import EMPTY, even_placement
 from kimi_jax.quantization import Int4Weight, dequantize, quantize
 from meshes.devices import build_mesh
@@ -201,6 +202,7 @@ def small_buffers(capacity: int):
         ("hgx-ib-16 ep 2", allgather),
         ("hgx-ib-16 ep 2", alltoall),
         ("nvl72 tp 64", allgather),
+        ("hgx-ib-16 ep 2", hierarchical),
     ],
 )
 def test_experts_cut_along_their_width(name, backend):

@@ -1,11 +1,12 @@
 """How rows reach the experts they chose and come back: backends of one signature, exact, never dropping a token.
 
-`allgather` sends every row to every expert rank. `alltoall` sends a row to the ranks it chose, through buffers sized
-for the expected load, and takes the exact path of `allgather` in a step whose rows do not fit. `ragged` sends exactly
-the rows that are due, on GPUs. `ideal` runs nowhere: it says what the best public kernels send, for estimates.
+`allgather` sends every row to every expert rank, and `hierarchical` does so once for all tp ranks where a network
+parts the ep ranks. `alltoall` sends a row to the ranks it chose, through buffers sized for the expected load; what
+follows where rows do not fit is `counters.OnOverflow`. `ragged` sends exactly the rows that are due, on GPUs. `ideal`
+runs nowhere: it says what the best public kernels send, for estimates.
 """
 
-from kimi_jax.parallel.exchange import all_gather, all_to_all, ideal, ragged_all_to_all
+from kimi_jax.parallel.exchange import all_gather, all_to_all, hierarchical, ideal, ragged_all_to_all
 from kimi_jax.parallel.exchange.all_gather import allgather
 from kimi_jax.parallel.exchange.all_to_all import alltoall, auto
 from kimi_jax.parallel.exchange.base import Backend, Exchange, LocalExperts, Messages, Traffic, gather_together
@@ -15,6 +16,7 @@ from meshes.presets import LayoutError
 BACKENDS: dict[str, Backend] = {
     "auto": Backend(auto, all_to_all.auto_messages),
     "allgather": Backend(allgather, all_gather.messages),
+    "hierarchical": Backend(hierarchical.hierarchical, hierarchical.messages),
     "alltoall": Backend(alltoall, all_to_all.messages),
     "ragged": Backend(ragged, ragged_all_to_all.messages),
 }

@@ -77,7 +77,10 @@ def used(layout: Layout, rows: int, top_k: int, num_slots: int) -> str:
 
 def expert_rows(layout: Layout, rows: int, top_k: int, num_slots: int) -> int:
     """Rows that a rank has room for from each ep rank, of whose steps have `rows` rows a device."""
-    if layout.ep == 1 or used(layout, rows, top_k, num_slots) != "alltoall":
+    name = used(layout, rows, top_k, num_slots)
+    if name == "hierarchical" and layout.ep > 1:
+        return -(-rows // layout.tp) * layout.tp
+    if name != "alltoall" or layout.ep == 1:
         return rows
     return buffer_rows(rows, top_k, num_slots, num_slots // layout.expert_ranks, layout.ep)
 
