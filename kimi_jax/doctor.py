@@ -330,7 +330,7 @@ def _runs(facts: Facts, machine: Preset, weight_bytes: int) -> str:
 
 
 def operations(
-    facts: Facts, machine: Preset, *, requests: int = 1, rows: int = 17, capacity: int = 8192
+    facts: Facts, machine: Preset, *, requests: int = 1, rows: int = 16, capacity: int = 8192
 ) -> "list[Pick]":
     """What would serve K2.6's hot operations for such a step on this machine's devices, and why."""
     import jax

@@ -2,7 +2,7 @@
 
 Examples:
   uv run scripts/benchmark.py speculation
-  uv run scripts/benchmark.py speculation --checkpoint DIR --drafter DIR --file prompts.txt --budgets 8 16 32 --json
+  uv run scripts/benchmark.py speculation --checkpoint DIR --drafter DIR --file prompts.txt --budgets 7 15 31 --json
   uv run --group fixtures scripts/benchmark.py peers
   uv run scripts/benchmark.py serve --static
   uv run scripts/benchmark.py serve --rate 20 --ways none ddtree
@@ -45,7 +45,7 @@ class SpeculationOptions(DrafterOptions):
 
     file: OptionalFile = None
     """Prompts, as for decode.py; by default a few that suit the bundled checkpoint."""
-    budgets: tuple[int, ...] = (7, 16, 32)
+    budgets: tuple[int, ...] = (7, 15, 31)
     """Tree nodes to try, beside plain decoding and the chain; 7 verify as many rows as a chain of a block of 8."""
     max_new_tokens: int = 64
     """Tokens generated for each prompt at most."""
@@ -128,7 +128,7 @@ class ScalingOptions:
     drafter: Drafter = None
     meshes: tuple[str, ...] = ("local", "hgx-ib-8", "hgx-ib-16", "nvl36", "nvl72")
     """Machines to simulate."""
-    budget: int = 16
+    budget: int = 15
     """Tree nodes of a round."""
     context: int = 64
     """Tokens of each request's prompt."""

@@ -177,7 +177,7 @@ def explain_layout(options: Options, drafter: Path | None) -> None:
     config = ModelConfig.from_json(options.checkpoint)
     placements = placements_of(options.checkpoint, config, machine.layout, options.placement)
     model = model_for(config, machine.layout, placements)
-    budget = 16 if options.budget == "auto" else options.budget
+    budget = 15 if options.budget == "auto" else options.budget
     drafter_config = None if drafter is None or not budget else DrafterConfig.from_json(drafter)
     layout_rules.check(config, machine.layout, drafter_config)
     step = Step(

@@ -60,7 +60,7 @@ def main(options: Options) -> None:
         report["environment"] = {name: v for name, v in facts.environment.items() if name.startswith(kept)}
         print(json.dumps(report))
     else:
-        title = "a step of K2.6: one request, 17 rows, 8,192 cached tokens"
+        title = "a step of K2.6: one request, 16 rows, 8,192 cached tokens"
         served = [(pick.operation, pick.implementation, pick.reason) for pick in picks]
         shown = [machine_table(facts), "", presets_table(presets), ""]
         shown += [table(title, left("operation", "served by", "why"), served), ""]

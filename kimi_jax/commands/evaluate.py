@@ -178,7 +178,7 @@ def run_perplexity(options: PerplexityOptions) -> None:
 class TasksOptions(DrafterOptions):
     """Options of `tasks`."""
 
-    budgets: tuple[int, ...] = (16,)
+    budgets: tuple[int, ...] = (15,)
     """Draft tree nodes verified a round; each is one more way to decode, beside plain decoding."""
     chain: Flag = False
     """Also decode with the drafter's best chain."""

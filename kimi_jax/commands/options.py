@@ -166,8 +166,9 @@ class SpeculationOptions(DrafterOptions):
     speculation: Annotated[Literal["none", "chain", "ddtree"] | None, option("{none,chain,ddtree}")] = None
     """Draft nothing, the drafter's best chain, or its best tree; ddtree wherever there is a drafter."""
     budget: int | Literal["auto"] = "auto"
-    """Draft tree nodes verified each round. auto picks them for every dispatch by what rounds cost, measured here or
-    estimated for a simulated machine, and by what drafts brought so far; it drafts nothing where that does not pay."""
+    """Draft tree nodes verified each round; cheap are 7, 15, 23, 31 and 63, which with the root are multiples of eight
+    rows. auto picks them for every dispatch by what rounds cost, measured here or estimated for a simulated machine,
+    and by what drafts brought so far; it drafts nothing where that does not pay."""
     keep_chain: Flag = False
     """Always verify the drafter's best chain, and spend the rest of the budget on the best other prefixes."""
     share_budget: Flag = False

@@ -1,7 +1,7 @@
 """Profile a decoding step: of Kimi K2.6 compiled for a cluster that is not here (--gpu), or run on this machine.
 
 Examples:
-  uv run scripts/profile.py --mesh nvl72 --gpu gb300 --batch 64 --budget 16 --context 8192
+  uv run scripts/profile.py --mesh nvl72 --gpu gb300 --batch 64 --budget 15 --context 8192
   uv run scripts/profile.py --mesh hgx-ib-16 --gpu h200 --layers 4 --html report.html
   uv run scripts/profile.py --mesh nvl72 --gpu gb300 --xla-dump dump
   uv run scripts/profile.py --batch 2 --context 128 --trace trace
@@ -73,8 +73,9 @@ class Options:
     """Requests in the whole machine; by default 64 with --gpu, else 4."""
     context: Count = None
     """Cached tokens of each request; by default 8192 with --gpu, else 128."""
-    budget: int = 16
-    """Draft tree nodes verified each round; 0 decodes without a drafter."""
+    budget: int = 15
+    """Draft tree nodes verified each round, cheapest where they and the root are a multiple of eight rows; 0 decodes
+    without a drafter."""
     program: Literal["round", "decode", "prefill", "mixed"] = "round"
     """With --gpu: one round, the loop of rounds that decode.py dispatches, a prefill chunk of every request, or a round
     with a chunk of one prompt of each device group beside it."""

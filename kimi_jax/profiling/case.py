@@ -37,7 +37,7 @@ class Case:
     """In the whole machine."""
     context: int
     """Cached tokens of each request."""
-    budget: int = 16
+    budget: int = 15
     """Tree nodes a round verifies, the root not counted; 0 decodes without a drafter."""
     drafter: DrafterConfig | None = None
     """None where the budget is 0."""

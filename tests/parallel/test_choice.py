@@ -58,6 +58,6 @@ def test_all_agree(mesh, axes, requests, budget, name):
 
 def test_the_profilers_note_says_what_is_not_counted():
     busy = Case(k26(), preset("nvl72"), "gb300", 64, context=8192, drafter=kimi_drafter())
-    assert exchange_note(busy).startswith("Exchange: alltoall for 136 rows a device, counted as where its buffers hold")
+    assert exchange_note(busy).startswith("Exchange: alltoall for 128 rows a device, counted as where its buffers hold")
     assert exchange_note(dataclasses.replace(busy, requests=9, budget=0)) == "Exchange: allgather for 1 row a device."
     assert exchange_note(dataclasses.replace(busy, preset=preset("local"))) == ""
