@@ -259,8 +259,9 @@ class Engine:
         check_prompts(prompts, self.config.vocab_size, self.config.max_position_embeddings, most)
         longest = max(map(len, prompts))
         programs, automatic = self.begin(draft, min(slots or len(requests), len(requests)), longest, max(most))
-        shape = shape_of(programs, [*map(len, prompts)], most, limits, slots, self._fit(programs))
-        yield from generate(self._queue(programs, shape, automatic, prompts), requests, self.stop_ids, ended)
+        shares = self._shares(programs, prompts)
+        shape = shape_of(programs, [*map(len, prompts)], most, limits, slots, self._fit(programs, shares))
+        yield from generate(self._queue(programs, shape, automatic, shares), requests, self.stop_ids, ended)
 
     def score(
         self, windows: Sequence[Window], slots: int | None = None, limits: Limits = DEFAULT_LIMITS
@@ -283,8 +284,9 @@ class Engine:
                       self.config.max_position_embeddings, nothing)  # fmt: skip
         check_windows(windows, self.config.vocab_size)
         programs = self.programs()
-        shape = shape_of(programs, lengths, nothing, limits, slots, self._fit(programs))
-        yield from score(self._queue(programs, shape, None, [each.inputs for each in windows]), windows)
+        shares = self._shares(programs, [each.inputs for each in windows])
+        shape = shape_of(programs, lengths, nothing, limits, slots, self._fit(programs, shares))
+        yield from score(self._queue(programs, shape, None, shares), windows)
 
     def queue(
         self,
@@ -315,26 +317,29 @@ class Engine:
         longest = min(limits.prefill_chunk, capacity - 1)
         fewer = [count * self.layout.groups for count in slot_counts[:-1]]
         automatic = self.automatic(draft, slots, longest, min(limits.max_new_tokens, capacity - longest), fewer)
-        shape = shape_for(programs, slots, capacity - 1, capacity, limits, self._fit(programs), slot_counts=slot_counts)
+        fit = self._fit(programs, self.prefix_cache)
+        shape = shape_for(programs, slots, capacity - 1, capacity, limits, fit, slot_counts=slot_counts)
         link = None
         if jax.process_count() > 1:
             link = connect(jax.process_index(), jax.process_count(), coordinator_host(), bytes_of_process_0)
-        return self._queue(programs, shape, automatic, link=link)
+        return self._queue(programs, shape, automatic, self.prefix_cache, link)
 
-    def _fit(self, programs: Programs) -> PagesThatFit:
-        return functools.partial(pages_that_fit, self, programs)
+    def _shares(self, programs: Programs, prompts: Sequence[Sequence[int]]) -> bool:
+        """Whether pages are kept for prompts that are all known: where two have one in common."""
+        return self.prefix_cache and any_share_a_page(prompts, programs.page_tokens)
+
+    def _fit(self, programs: Programs, shares: bool) -> PagesThatFit:
+        return functools.partial(pages_that_fit, self, programs, shares)
 
     def _queue(
         self,
         programs: Programs,
         shape: Shape,
         automatic: AutomaticBudget | None,
-        prompts: Sequence[Sequence[int]] | None = None,
+        shares: bool,
         link: Sender | Receiver | None = None,
     ) -> Queue:
-        """Empty slots; pages are kept for others where prompts that are all known have some in common, or may have."""
         beat = (lambda: None) if self.watchdog is None else self.watchdog.beat
-        shares = self.prefix_cache and (prompts is None or any_share_a_page(prompts, shape.page_tokens))
         session = Session(programs, self.parameters, shape, self.encoder, shares)
         return Queue(session, automatic, self.rebalancer, beat, link)
 

@@ -27,17 +27,18 @@ def device_bytes(mesh: Mesh) -> float:
     return min(device.memory_stats()["bytes_limit"] for device in devices) - Constants().reserve_bytes
 
 
-def pages_that_fit(engine: "Engine", programs: Programs, slots: int, capacity: int) -> int:
+def pages_that_fit(engine: "Engine", programs: Programs, shared: bool, slots: int, capacity: int) -> int:
     """Pages that each device group can have beside the weights and the slots. All processes call this together.
 
     Args:
+      shared: whether prompts share pages.
       slots: of a device group.
       capacity: tokens of the longest request, in whole pages.
 
     Raises:
       ValueError: not even one page, naming how many slots would leave room.
     """
-    each = page_bytes(engine, programs)
+    each = page_bytes(engine, programs, shared)
     slot = slot_bytes(engine, programs, capacity)
     free = device_bytes(engine.mesh) - _held_bytes(engine)
     pages = int(host_arrays.of_process_0(max((free - slots * slot) // each, 0)))
@@ -50,10 +51,10 @@ def pages_that_fit(engine: "Engine", programs: Programs, slots: int, capacity: i
     return pages
 
 
-def page_bytes(engine: "Engine", programs: Programs) -> float:
-    """Bytes of a page on each of its devices: latents and, where prompts may share it, what the drafter keeps."""
+def page_bytes(engine: "Engine", programs: Programs, shared: bool) -> float:
+    """Bytes of a page on each of its devices: latents and, where prompts share pages, what the drafter keeps."""
     step, drafter = _step(engine, programs.page_tokens), engine.drafter
-    if not engine.prefix_cache or programs.speculation.context is None or drafter is None:
+    if not shared or programs.speculation.context is None or drafter is None:
         return cache_bytes(step)
     return cache_bytes(step) + context_bytes(step, dataclasses.replace(drafter.config, draft_window=step.context))
 

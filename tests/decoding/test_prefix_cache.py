@@ -135,6 +135,22 @@ def test_a_context_that_is_not_restored_would_be_seen(queues, monkeypatch):
     assert np.abs(got.draft_log_probs - expected.draft_log_probs).max() > 0.1
 
 
+def test_a_process_that_follows_has_the_same(queues, monkeypatch):
+    """It is told the plans, and fills its drafter's contexts from its own pages."""
+    queue, other = queues()
+    plans, run = [], queue.session.run
+    monkeypatch.setattr(queue.session, "run", lambda plan, rows: plans.append(plan.to_json()) or run(plan, rows))
+    beginning = fill(queue, neighbours=False)
+    queue.submit(plan.Request("second", tuple(beginning[:257]), 12))
+    while not queue.idle:
+        queue.step()
+    assert queue.scheduler.reused_tokens == 256
+    for text in plans:
+        other.session.run(plan.Plan.from_json(text)).read()
+    for ours, theirs in zip(*(jax.tree.leaves(each.session.state) for each in (queue, other)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def test_pages_that_are_not_finite_are_nobody_elses(queues):
     """An embedding of NaN in the third page of a prompt: the first two were read and found good before that ran."""
     queue, cold = queues()

@@ -23,9 +23,8 @@ def test_a_page_and_a_slot_hold_what_the_ledger_says(engines, mesh):
     engine = engines(mesh)
     queue = engine.queue(3 * engine.layout.groups, CAPACITY, draft=Draft(budget=7))
     state, shape, programs = queue.session.state, queue.session.shape, queue.session.programs
-    assert room.page_bytes(engine, programs) * shape.pages == _largest((state.cache, state.context_pages))
-    alone = dataclasses.replace(engine, prefix_cache=False)
-    assert room.page_bytes(alone, programs) * shape.pages == _largest(state.cache)
+    assert room.page_bytes(engine, programs, shared=True) * shape.pages == _largest((state.cache, state.context_pages))
+    assert room.page_bytes(engine, programs, shared=False) * shape.pages == _largest(state.cache)
     assert room.slot_bytes(engine, programs, shape.capacity) * 3 == _largest(state.context)
     assert room.slot_bytes(engine, engine.programs(PLAIN), CAPACITY) == 0
 
@@ -40,7 +39,9 @@ def test_the_largest_number_of_pages_that_fits_is_taken(small, monkeypatch, page
     draft = Draft(budget=7)
     programs = small.programs(draft)
     held = room._held_bytes(small) + 3 * room.slot_bytes(small, programs, CAPACITY)
-    monkeypatch.setattr(room, "device_bytes", lambda mesh: held + (pages + 0.9) * room.page_bytes(small, programs))
+    monkeypatch.setattr(
+        room, "device_bytes", lambda mesh: held + (pages + 0.9) * room.page_bytes(small, programs, True)
+    )
     assert small.queue(3, CAPACITY, draft=draft).session.shape.pages == pages
     with pytest.raises(ValueError, match=f"{pages + 1} pages of 64 tokens are wanted of each group; {pages} fit"):
         small.queue(3, CAPACITY, Limits(pages=pages + 1), draft)
@@ -50,13 +51,14 @@ def test_the_largest_number_of_pages_that_fits_is_taken(small, monkeypatch, page
 def test_what_can_never_fit_is_refused_at_once_with_what_would(small, monkeypatch):
     draft = Draft(budget=7)
     programs = small.programs(draft)
-    page, held = room.page_bytes(small, programs), room._held_bytes(small)
+    page, shared = (room.page_bytes(small, programs, shared) for shared in (False, True))
+    held = room._held_bytes(small)
     slot = room.slot_bytes(small, programs, 3 * 64)
     monkeypatch.setattr(room, "device_bytes", lambda mesh: held + 3 * slot + 2.5 * page)
     with pytest.raises(ValueError, match=r"up to 182 tokens .* room for 128, 2 pages of 64 as memory holds"):
         next(small.serve([Request([5] * 150, Sampling(), 0, 32)], draft=draft, slots=3))
     slot = room.slot_bytes(small, programs, CAPACITY)
-    monkeypatch.setattr(room, "device_bytes", lambda mesh: held + 3 * slot + 1.5 * page)
+    monkeypatch.setattr(room, "device_bytes", lambda mesh: held + 3 * slot + 1.5 * shared)
     with pytest.raises(ValueError, match=r"4 slots leave no memory for a page .* weights: 3 slots would"):
         small.queue(4, CAPACITY, draft=draft)
 

@@ -184,6 +184,29 @@ def test_bad_model_args_are_one_line_that_names_them(arguments, message):
     assert "\n" not in str(error.value)
 
 
+def test_a_five_shot_task_reuses_what_its_choices_share():
+    """The log-likelihoods, and so the accuracy, of a model that runs every prompt from its first token."""
+    words = ["garden", "river", "candle", "window", "forest", "market", "letter", "basket", "winter"]
+    examples = "".join(f'Question: what is "{word}" reversed? Answer: {word[::-1]}\n' * 2 for word in words[:5])
+    requests = []
+    for word in words[5:]:
+        asked_of = f'{examples}Question: what is "{word}" reversed? Answer:'
+        for choice in (word[::-1], word, word[1:], f"{word[::-1]}s"):
+            requests.append(asked("loglikelihood", asked_of, f" {choice}"))
+    found = {}
+    for kept in (True, False):
+        made = KimiJax(speculation="none", batch_size=4, no_prefix_cache=not kept)
+        values = made.loglikelihood(requests, disable_tqdm=True)
+        run = made.get_model_info()["run"]
+        found[kept] = np.array([value for value, _ in values]), run["scored_tokens"], run["reused_tokens"]
+    (got, tokens, reused), (expected, all_tokens, none) = found[True], found[False]
+    np.testing.assert_allclose(got, expected, atol=1e-4)
+    assert (got.reshape(-1, 4).argmax(1) == expected.reshape(-1, 4).argmax(1)).all()
+    assert (tokens, none) == (all_tokens, 0)
+    print(f"{tokens - reused} of {tokens} prompt tokens run, {1 - reused / tokens:.1%}")
+    assert tokens - reused <= 0.35 * tokens
+
+
 def test_values_that_only_look_like_numbers_or_none_are_text():
     assert checked({"speculation": None}) == {"speculation": "none"}, "as lm-eval parses speculation=none"
     assert KimiJax.create_from_arg_string("speculation=none,seed=5").draft.kind == "none"
