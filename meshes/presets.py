@@ -16,6 +16,9 @@ AXES = ("dp", "ep", "tp")
 ExpertSplit = Literal["slots", "width"]
 CacheSplit = Literal["copied", "split"]
 HGX_NODES = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+"""Nodes of the presets that are listed; more are made by name."""
+MOST_GPUS = 1152
+"""Of a preset: 16 racks or 144 nodes."""
 
 
 class LayoutError(ValueError):
@@ -219,7 +222,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(name: str) -> Preset:
-    """Look a preset up: `local`, `hgx-ib` (16 GPUs), `hgx-ib-N`, `nvl36` or `nvl72`.
+    """Look a preset up: `local`, `hgx-ib` (16 GPUs), `hgx-ib-N`, `nvl36`, `nvl72`, or `nvl72xN`, N racks on InfiniBand.
 
     Raises:
       LayoutError: no such machine; the message names those that exist.
@@ -230,9 +233,18 @@ def preset(name: str) -> Preset:
     count = name.removeprefix("hgx-ib-")
     if count != name and count.isdigit() and int(count):
         gpus = int(count)
-        if gpus > 8 * HGX_NODES[-1]:
-            raise LayoutError(f"{name}: presets end at {HGX_NODES[-1]} nodes, hgx-ib-{8 * HGX_NODES[-1]}")
+        if gpus > MOST_GPUS:
+            raise LayoutError(f"{name}: presets end at {MOST_GPUS // 8} nodes, hgx-ib-{MOST_GPUS}")
+        if gpus % 8 == 0:
+            return _hgx(gpus)
         below, above = gpus // 8 * 8, -(-gpus // 8) * 8
         near = " or ".join(f"hgx-ib-{size}" for size in (below, above) if size)
         raise LayoutError(f"{name}: {gpus} GPUs are {gpus / 8:g} nodes of 8, and a node comes whole: use {near}")
+    racks = name.removeprefix("nvl72x")
+    if racks != name and racks.isdigit() and int(racks) > 1:
+        if 72 * int(racks) > MOST_GPUS:
+            raise LayoutError(f"{name}: presets end at {MOST_GPUS // 72} racks, nvl72x{MOST_GPUS // 72}")
+        rack = PRESETS["nvl72"]
+        racked = replace(rack.topology, num_gpus=72 * int(racks))
+        return replace(rack, name=name, topology=racked, layout=replace(rack.layout, dp=int(racks)))
     raise LayoutError(f"unknown mesh {name!r}: choose from hgx-ib, {', '.join(PRESETS)}")

@@ -73,7 +73,8 @@ class LayoutOptions:
     mesh: Annotated[
         str | None,
         option("NAME", "Machine: local (up to 8 GPUs of one node), hgx-ib-N (N GPUs in nodes of 8; hgx-ib is 16), "
-               "nvl36 or nvl72; simulated without GPUs."),
+               "nvl36, nvl72, or nvl72xN (N racks); simulated "
+               "without GPUs."),
     ] = "local"  # fmt: skip
     dp: Dp = None
     ep: Ep = None

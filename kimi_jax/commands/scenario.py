@@ -21,7 +21,8 @@ from kimi_jax.estimator import acceptance, search
 from kimi_jax.estimator.scenario import CHUNK, Prefill, Scenario, default_acceptance, make_scenario
 from kimi_jax.ledger import routing
 from kimi_jax.ledger.constants import Constants
-from kimi_jax.ledger.models import k26, kimi_drafter
+from kimi_jax.ledger.models import k26, kimi_drafter, shapes_of
+from kimi_jax.ledger.precision import PRECISIONS
 from meshes import GPU, Preset, gpu
 from meshes.hardware import INFINIBAND_400, INFINIBAND_800
 
@@ -46,8 +47,16 @@ class Load:
     """How popular experts are."""
     expert_counts: OptionalFile = None
     """Measured popularity instead: JSON with a pick count for each expert, or such a list for each layer."""
-    kernels: Literal["public", "target", "vllm"] = "public"
-    """Kernels: the best that were measured publicly, this project's design targets, or vLLM's."""
+    kernels: Literal["public", "program", "target", "vllm"] = "public"
+    """Kernels: the best that were measured publicly, those with this program's launches and exchanges, this project's
+    design targets, or vLLM's."""
+    tree_diversity: float | None = None
+    """Share of a tree's rows that choose experts as if on their own; 1, an upper bound, by default. The bundled small
+    model has 0.48 (docs/small_model.md)."""
+    precision: Literal["int4", "fp8", "nvfp4", "bf16"] = "int4"
+    """Of the weights: routed experts in INT4 or NVFP4 and all else in bfloat16, or all in FP8 or bfloat16."""
+    kv: Literal["bf16", "fp8"] = "bf16"
+    """Of the latent cache."""
     overlap: float = 0.0
     """Share of communication hidden behind computation, 0 to 1."""
     eplb: bool = True
@@ -74,9 +83,18 @@ class Load:
     def scenario(self, machine: Preset, gpu_name: str | None, budget: int = 0) -> Scenario:
         """The scenario on a machine."""
         constants, model = Constants(), self.model()
+        if self.tree_diversity is not None:
+            if not 0 < self.tree_diversity <= 1:
+                raise ValueError(
+                    f"--tree-diversity is {self.tree_diversity:g}: a share of the rows, above 0 and at most 1"
+                )
+            constants = dataclasses.replace(constants, tree_diversity=self.tree_diversity)
+        precision = PRECISIONS[self.precision]
+        if self.kv == "fp8":
+            precision = dataclasses.replace(precision, cache_bytes=1)
         sizes = model.n_routed_experts, model.num_experts_per_tok
         if self.expert_counts:
-            popularity = routing.from_file(self.expert_counts, *sizes)
+            popularity = routing.from_file(self.expert_counts, *sizes, constants.tree_diversity)
         elif self.experts_used == "uniform":
             popularity = routing.uniform(*sizes, constants.tree_diversity)
         else:
@@ -94,7 +112,7 @@ class Load:
             machine, self.card(machine, gpu_name), concurrency=self.batch, context=self.context, budget=budget,
             model=model, drafter=dataclasses.replace(drafter, block_size=rates.max_depth + 1), acceptance=rates,
             routing=popularity, kernel_library=self.kernels, overlap=self.overlap, has_eplb=self.eplb,
-            physical_slots=self.slots,
+            physical_slots=self.slots, precision=precision, constants=constants,
             prefill=Prefill(self.input_tokens, self.output_tokens, self.chunk) if self.input_tokens else None,
         )  # fmt: skip
 
@@ -104,7 +122,7 @@ class Load:
         Raises:
           ConfigError: for a configuration that is none of the family's.
         """
-        return k26() if self.checkpoint is None else ModelConfig.from_json(self.checkpoint)
+        return k26() if self.checkpoint is None else shapes_of(self.checkpoint)
 
     def drafter_for(self, model: ModelConfig) -> DrafterConfig:
         """The drafter that is estimated: without --drafter one of the public Kimi drafters' shape, made for the model.

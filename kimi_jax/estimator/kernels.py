@@ -1,6 +1,6 @@
 """What libraries of kernels cost on each GPU architecture. Times are µs, shares are of the data-sheet rate."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kimi_jax.ledger.constants import AIC, Kind
 from kimi_jax.ledger.precision import Format
@@ -54,6 +54,10 @@ class Overheads:
     """Building the tree, accepting a path and committing it, once a step."""
     kind: Kind
     source: str
+    collective_us: float = 0.0
+    """The host's launch of a collective, where no graph holds it."""
+    has_own_exchange: bool = False
+    """Whether rows go to their experts as this program's exchanges send them, not as the best public kernels do."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,14 @@ _SGLANG = Overheads(
     "data-parallel engine with host scheduling; start values of an earlier prototype, not changed for any point",
 )  # fmt: skip
 
+_PROGRAM = replace(
+    _PUBLIC, host_us=50, kind="assumed", has_own_exchange=True,
+    source="as public, but rounds follow one another on the device; collectives are launched by the host, as XLA leaves"
+    f" them out of its command buffers: what {AIC} adds without CUDA graphs, nothing of it hidden",
+)  # fmt: skip
+_HOST_LAUNCH_US = {"x86": 15.0, "grace": 40.0}
+_GRACE = ("gb200", "gb300")
+
 _DESIGN = "design target of this project's kernels; nothing measured"
 _TARGET = ExpertKernels(10, 12, 0.05, 0.75, 0.4, 1, "assumed", _DESIGN)
 
@@ -123,6 +135,8 @@ ATTENTION: dict[tuple[str, str], AttentionKernels] = {
     ("vllm", "pcie"): _MLA_PCIE,
     ("sglang", "hopper"): _MLA_HOPPER,
     ("sglang", "blackwell"): _MLA_BLACKWELL_VLLM,
+    ("program", "hopper"): replace(_MLA_HOPPER, expands_prompts=False),
+    ("program", "blackwell"): replace(_MLA_BLACKWELL, expands_prompts=False),
     **{
         ("target", architecture): AttentionKernels(15, 0.45, 0.8, 0.6, "assumed", _DESIGN)
         for architecture in ("hopper", "blackwell")
@@ -144,6 +158,8 @@ EXPERTS: dict[tuple[str, str, Format], ExpertKernels] = {
     ("vllm", "hopper", "int4"): _MARLIN_HOPPER,
     ("vllm", "blackwell", "int4"): _MARLIN_BLACKWELL,
     ("vllm", "pcie", "int4"): _MARLIN_PCIE,
+    ("program", "hopper", "int4"): _MARLIN_SGLANG_HOPPER,
+    ("program", "blackwell", "int4"): _TRTLLM_BLACKWELL,
     ("target", "hopper", "int4"): _TARGET,
     ("target", "blackwell", "int4"): _TARGET,
     **{
@@ -158,6 +174,7 @@ OVERHEADS = {
     "public": _PUBLIC,
     "vllm": _VLLM,
     "sglang": _SGLANG,
+    "program": _PROGRAM,
     "target": Overheads(4, 50, 15, 50, "assumed", _DESIGN),
 }
 
@@ -165,7 +182,10 @@ _ARCHITECTURES = {"h100": "hopper", "h200": "hopper", "rtx-pro-6000": "pcie"}
 
 
 def kernels(name: str, gpu_name: str, experts: Format = "int4") -> Kernels:
-    """Look up a library's kernels on a GPU: `public` (the best measured), `vllm`, `sglang`, or `target` (as designed).
+    """Look up a library's kernels on a GPU: `public` (the best measured), `vllm`, `sglang`, `program`, or `target`.
+
+    `program` is what this repository's program would do with the best public kernels: its own launches, exchanges and
+    absorbed attention to prompts. `target` is what its kernels were designed for.
 
     Args:
       experts: what the weights of routed experts are.
@@ -181,4 +201,7 @@ def kernels(name: str, gpu_name: str, experts: Format = "int4") -> Kernels:
             formats = ", ".join(sorted({kind for _, arch, kind in EXPERTS if arch == architecture}))
             raise ValueError(f"no kernels for {experts} experts are known on {gpu_name}: take {formats}")
         raise ValueError(f"no kernels {name!r} for {experts} experts on {gpu_name}: choose from {', '.join(libraries)}")
-    return Kernels(name, ATTENTION[key[:2]], EXPERTS[key], OVERHEADS[name])
+    overheads = OVERHEADS[name]
+    if overheads is _PROGRAM:
+        overheads = replace(overheads, collective_us=_HOST_LAUNCH_US["grace" if gpu_name in _GRACE else "x86"])
+    return Kernels(name, ATTENTION[key[:2]], EXPERTS[key], overheads)

@@ -13,6 +13,7 @@ from kimi_jax.estimator.explain import Effect
 from kimi_jax.estimator.scenario import Scenario
 from kimi_jax.estimator.search import Comparison, Recommendation
 from kimi_jax.estimator.step import Estimate
+from kimi_jax.ledger.precision import STORED
 from kimi_jax.tables import command_line, left, right, show, table
 from meshes import Layout
 
@@ -106,7 +107,7 @@ def answer(e: Estimate) -> list[str | Text]:
         f"Step: {e.step_ms:.2f} ms, limit {e.limit_ms:.2f} ms ({e.limit_resource}); {drafted}.",
         f"Bottleneck: {e.bottleneck}",
         f"Memory: {m.total / GB:.1f} of {m.capacity / GB:.1f} GB, {fits}; room for {requests(m.max_requests)}.",
-        command_line(command(e)),
+        *([command_line(command(e))] if s.precision == STORED else []),
     ]
 
 

@@ -32,10 +32,13 @@ ERROR_BAND = {"single-node": 0.15, "wide-ep": 0.30, "pcie": 0.25, "prefill": 0.2
 def error_band(estimate: Estimate) -> float | None:
     """What the model's error was on published points like this one (`study.published`); None where there are none.
 
-    There are none of tensor parallelism beyond 8 GPUs or over the network, and one machine that proves nothing.
+    There are none of this program, which has never been timed, nor of tensor parallelism beyond 8 GPUs or over the
+    network but one machine that proves nothing.
     """
     s = estimate.scenario
     layout = s.preset.layout
+    if s.kernels.name not in ("public", "vllm", "sglang"):
+        return None
     if layout.tp > 8 or s.preset.span("tp").domains > 1:
         return None
     if not s.gpu.nvlink_bytes_per_s:
@@ -319,7 +322,7 @@ def smallest(
 
 
 def machine_of(family: Family, gpus: int) -> Preset:
-    """A machine of one family with so many GPUs: `hgx-ib-N`, `nvl36`, or `nvl72` and parts of it.
+    """A machine of one family with so many GPUs: `hgx-ib-N`, `nvl36`, `nvl72` and parts of it, or several racks.
 
     Raises:
         LayoutError: no such machine; the message names the nearest.
@@ -328,6 +331,10 @@ def machine_of(family: Family, gpus: int) -> Preset:
         return preset(f"hgx-ib-{gpus}")
     if gpus in (36, 72):
         return preset(f"nvl{gpus}")
+    if gpus > 72:
+        if gpus % 72:
+            raise LayoutError(f"{gpus} GPUs are no whole racks of 72: use {gpus // 72 * 72} or {-(-gpus // 72) * 72}")
+        return preset(f"nvl72x{gpus // 72}")
     return preset("nvl72").with_axes(dp=1, ep=gpus, tp=1)
 
 

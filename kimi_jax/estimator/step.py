@@ -324,10 +324,12 @@ def estimate(s: Scenario) -> Estimate:
     )  # fmt: skip
     exchange = step.used_exchange
     s = replace(s, preset=s.preset.with_layout(replace(layout, exchange=exchange)))
-    needs = ledger(replace(step, exchange=_PRICED_AS.get(exchange, exchange)))
+    priced_as = exchange if s.kernels.overheads.has_own_exchange else _PRICED_AS.get(exchange, exchange)
+    needs = ledger(replace(step, exchange=priced_as))
     network = Network(s.gpu, s.preset.topology, s.constants, s.link, s.hierarchical)
     k, c = s.kernels.overheads, s.constants
-    launch_us = k.launch_us * s.model.num_hidden_layers + k.host_us
+    sent = sum(message.count for need in needs.values() for message in as_sent(need.messages))
+    launch_us = k.launch_us * s.model.num_hidden_layers + k.host_us + k.collective_us * sent
     bits = s.precision.shared_bits
     parts = {
         "attention": _attention(s, needs["attention"]),

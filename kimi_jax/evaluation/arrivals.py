@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kimi_jax.serving.arrivals import arrival_times
 from kimi_jax.text_files import read_text
 
 TOKEN_IDS = 256
@@ -37,10 +38,9 @@ def poisson(rate: float, prompts: Sequence[int], limits: Sequence[int], seed: in
       prompts, limits: tokens of each prompt and of each answer.
     """
     random = np.random.default_rng(seed)
-    gaps = random.exponential(1 / rate, len(prompts))
-    times = np.cumsum(gaps) - gaps[0]
+    times = arrival_times(len(prompts), rate, random)
     ids = [tuple(random.integers(0, TOKEN_IDS, count).tolist()) for count in prompts]
-    return [Arrival(*each) for each in zip(times.tolist(), ids, limits, strict=True)]
+    return [Arrival(*each) for each in zip(times, ids, limits, strict=True)]
 
 
 def read_trace(path: Path, seed: int = 0) -> list[Arrival]:

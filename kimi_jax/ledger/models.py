@@ -1,11 +1,15 @@
 """The public models whose configurations come with the package."""
 
+import dataclasses
 import functools
 import json
+from collections.abc import Mapping
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
-from kimi_jax.config import ModelConfig
+from kimi_jax.config import SIZES, TEXT_MODEL_TYPES, ModelConfig
+from kimi_jax.config_fields import ConfigError, Fields, as_object, read_config
 from kimi_jax.drafter.config import DrafterConfig
 from kimi_jax.vision.config import VisionConfig
 
@@ -27,6 +31,32 @@ def k26_vision() -> VisionConfig:
     config = VisionConfig.from_dict(asset("k26_config.json"))
     assert config is not None
     return config
+
+
+def shapes_of(path: Path) -> ModelConfig:
+    """The sizes of any checkpoint of the family, also of one that the program does not run, to be counted.
+
+    K2, K2.5, K2.6, K2.7-Code, DeepSeek-V3 and R1 are such; how they are quantised, and groups of experts, do not count.
+
+    Args:
+      path: its folder or config.json.
+
+    Raises:
+      ConfigError: another kind of model, or a size that is missing.
+    """
+
+    def sizes_of(raw: Mapping[str, Any]) -> ModelConfig:
+        text = Fields(as_object(raw, "the file"))
+        if "text_config" in text.values:
+            text = Fields(as_object(text.values["text_config"], "text_config"), "text_config.")
+        if text.values.get("model_type") not in TEXT_MODEL_TYPES:
+            return ModelConfig.from_dict(raw)  # which says what it is
+        return dataclasses.replace(k26(), **{name: text.integer(name, *limits) for name, limits in SIZES.items()})
+
+    try:
+        return ModelConfig.from_json(path)
+    except ConfigError:
+        return read_config(path, "a checkpoint directory", sizes_of)
 
 
 @functools.cache

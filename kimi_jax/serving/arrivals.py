@@ -1,7 +1,6 @@
 """Requests as a server meets them, drawn at random: when they come, and how long their prompts and answers are."""
 
 import dataclasses
-import itertools
 
 import numpy as np
 
@@ -31,10 +30,10 @@ class Arrival:
     answer: int
 
 
-def poisson(
-    requests: int, rate: float | None, prompts: Lengths, answers: Lengths, seed: int = 0
-) -> tuple[Arrival, ...]:
-    """Requests that come independently of each other, `rate` a second on average; all at once without a rate.
+def arrival_times(requests: int, rate: float | None, random: np.random.Generator) -> list[float]:
+    """Seconds after the first at which requests come, independently of each other and `rate` a second on average.
+
+    Without a rate all come at once.
 
     Raises:
       ValueError: a number or a rate that is not positive.
@@ -42,8 +41,15 @@ def poisson(
     for name, value in (("requests", requests), ("rate", 1.0 if rate is None else rate)):
         if not value > 0:
             raise ValueError(f"{name} is {value:g}; it must be more than 0")
-    random = np.random.default_rng(seed)
     gaps = np.zeros(requests) if rate is None else random.exponential(1 / rate, requests)
-    times = itertools.accumulate(gaps.tolist())
+    return (np.cumsum(gaps) - gaps[0]).tolist()
+
+
+def poisson(
+    requests: int, rate: float | None, prompts: Lengths, answers: Lengths, seed: int = 0
+) -> tuple[Arrival, ...]:
+    """Requests that come at `arrival_times`, with lengths that are drawn after those."""
+    random = np.random.default_rng(seed)
+    times = arrival_times(requests, rate, random)
     pairs = zip(prompts.draw(random, requests), answers.draw(random, requests), strict=True)
     return tuple(Arrival(time, *pair) for time, pair in zip(times, pairs, strict=True))

@@ -4,6 +4,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -232,3 +233,51 @@ def test_any_model_of_the_family(main, capsys, tmp_path):
     with pytest.raises(SystemExit):
         main([*place, "--checkpoint", str(other), "--drafter", str(assets / "small_drafter")])
     assert "does not fit the target" in capsys.readouterr().err
+
+
+def test_other_checkpoints_precisions_and_trees(main, capsys, tmp_path):
+    """DeepSeek-R1's shapes, which the program does not run, in the precisions that its copies have."""
+    sizes = {
+        "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "num_hidden_layers": 61,
+        "num_attention_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+        "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3,
+        "max_position_embeddings": 163840, "n_group": 8,
+    }  # fmt: skip
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(sizes))
+    place = (
+        "point",
+        "--mesh",
+        "hgx-ib-8",
+        "--tp",
+        "8",
+        "--experts",
+        "width",
+        "--budget",
+        "0",
+        "--checkpoint",
+        str(file),
+    )
+
+    def point(*arguments: str) -> dict[str, Any]:
+        main([*place, "--json", *arguments])
+        return json.loads(capsys.readouterr().out)
+
+    weights = 58 * 256 * 3 * 7168 * 2048 / 8
+    for precision, each in (("fp8", 1 + 4 / 128**2), ("nvfp4", 0.5 + 1 / 16), ("bf16", 2.0)):
+        found = point("--precision", precision)["memory"]
+        assert found["weights"]["experts"] == pytest.approx(weights * each)
+    copied = point("--precision", "fp8")["memory"]["cache"]
+    assert point("--precision", "fp8", "--kv", "fp8")["memory"]["cache"] == pytest.approx(copied / 2)
+    main([*place, "--precision", "fp8"])
+    assert "decode.py" not in capsys.readouterr().out  # it could not
+    file.write_text(json.dumps(sizes | {"v_head_dim": "wide"}))
+    with pytest.raises(SystemExit):
+        main(place)
+    assert "v_head_dim" in capsys.readouterr().err
+    speeds = []
+    for diversity in ("1", "0.48"):
+        main(["point", "--mesh", "hgx-ib-8", "--tp", "8", "--tree-diversity", diversity, "--json"])
+        speeds.append(json.loads(capsys.readouterr().out)["tokens_per_s_per_user"])
+    assert speeds[1] > 1.1 * speeds[0]

@@ -240,3 +240,20 @@ def test_links_that_a_layout_uses():
     assert fast.note.startswith("hierarchical")
     assert fast.total_us < 20
     assert wide.network_bytes == pytest.approx(7168 * 2 / 8 / 2)
+
+
+@pytest.mark.parametrize(("card", "mesh", "us"), [("b300", "hgx-ib-16", 15), ("gb300", "nvl72", 40)])
+def test_this_program_launches_collectives_and_sends_its_own_buffers(card, mesh, us):
+    layout = Layout(ep=16 if mesh == "hgx-ib-16" else 72, exchange="alltoall")
+    public, program = (
+        estimate(scenario(mesh, card, layout, concurrency=512, budget=7, kernel_library=name))
+        for name in ("public", "program")
+    )
+    # Two messages of the exchange in each of 60 layers, at tp 1 the only ones.
+    launched = program.parts["launch"].ms - public.parts["launch"].ms
+    assert launched == pytest.approx((120 * us + 50 - 400) / 1e3)
+    sent = (each.parts["exchange"].local_bytes + each.parts["exchange"].network_bytes for each in (program, public))
+    assert 2 < next(sent) / next(sent) < 12  # buffers for the expected load and more, beside what is due
+    assert program.parts["exchange"].link_us > 1.2 * public.parts["exchange"].link_us
+    for part in ("attention", "experts", "head"):
+        assert program.parts[part] == public.parts[part]

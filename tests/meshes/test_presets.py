@@ -40,7 +40,10 @@ def test_hgx_ib_alone_is_sixteen():
     [
         ("hgx-ib-36", "4.5 nodes of 8.*hgx-ib-32 or hgx-ib-40"),
         ("hgx-ib-4", "0.5 nodes of 8.*use hgx-ib-8$"),
-        ("hgx-ib-80", "presets end at 9 nodes"),
+        ("hgx-ib-2048", "presets end at 144 nodes"),
+        ("hgx-ib-84", "use hgx-ib-80 or hgx-ib-88"),
+        ("nvl72x17", "presets end at 16 racks, nvl72x16"),
+        ("nvl72x1", "unknown mesh 'nvl72x1'"),
         ("nvl144", "unknown mesh 'nvl144'.*nvl72"),
         ("hgx-ib-0", "unknown mesh"),
     ],
@@ -168,3 +171,16 @@ def test_every_preset_names_a_machine_that_adds_up():
         topology = machine.topology
         assert topology.num_nodes * topology.gpus_per_node == topology.num_gpus
         assert topology.num_domains * topology.gpus_per_domain == topology.num_gpus
+
+
+def test_machines_beyond_a_rack():
+    """Racks of 72 GPUs, and nodes of 8, on a network; a tp group stays in its domain, ep of several racks does not."""
+    eight = preset("nvl72x8")
+    assert (eight.topology.num_gpus, eight.topology.num_domains, eight.layout.num_devices) == (576, 8, 576)
+    assert eight.span("ep", "tp").link == "local"
+    assert eight.span("dp").link == "network"
+    assert eight.with_axes(dp=1, ep=576, tp=1).span("ep").domains == 8
+    with pytest.raises(LayoutError, match="needs 1152 GPUs and nvl72x8 has 576"):
+        eight.with_axes(dp=2, ep=72, tp=8)
+    nodes = preset("hgx-ib-144")
+    assert (nodes.topology.num_gpus, nodes.topology.num_domains, nodes.layout.num_devices) == (144, 18, 144)
