@@ -81,6 +81,21 @@ for name in ("hgx-ib-16", "hgx-ib-16 replicas", "nvl36", "nvl72"):
     MESHES[f"{name} split cache"] = MESHES[name].with_layout(dataclasses.replace(MESHES[name].layout, cache="split"))
 
 
+LONGEST = (
+    "decoding/test_speculation.py", "decoding/test_queue.py", "pallas_kernels/test_operation.py",
+    "decoding/test_generate.py", "scripts/test_decode.py", "parallel/test_exchange.py", "profiling/test_compile.py",
+    "ddtree/test_tree.py", "estimator/test_estimate_cli.py", "test_public_api.py",
+)  # fmt: skip
+"""Files that run for 20 seconds and more."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the longest files first: at the end of a run no process is left with one of them while the other idles."""
+    order = {TESTS / name: place for place, name in enumerate(LONGEST)}
+    assert all(map(Path.exists, order)), "LONGEST names a file that is gone"
+    items.sort(key=lambda item: order.get(item.path, len(order)))
+
+
 @pytest.fixture(scope="session")
 def reference() -> dict[str, np.ndarray]:
     return load_file(TESTS / "data" / "reference.safetensors")

@@ -39,7 +39,7 @@ def decode(caches, *arguments):
 
 def programs(caches):
     """Those of decoding; whether small ones took long enough to be kept depends on the machine's moment."""
-    kept = (path for name in ("jit_decode", "jit_prefill") for path in caches.rglob(f"{name}*-cache"))
+    kept = (path for name in ("jit_decode", "jit_chunk") for path in caches.rglob(f"{name}*-cache"))
     return {path.name: path.stat().st_mtime_ns for path in kept}
 
 
@@ -47,7 +47,7 @@ def programs(caches):
 def test_a_second_start_compiles_nothing_and_says_the_same(tmp_path):
     first = decode(tmp_path)
     kept = programs(tmp_path)
-    assert {name.partition("-")[0] for name in kept} == {"jit_decode", "jit_prefill"}
+    assert {name.partition("-")[0] for name in kept} == {"jit_decode", "jit_chunk"}
     (folder,) = (tmp_path / "kimi_jax" / "xla").iterdir()
     assert not folder.stat().st_mode & 0o077, "who can write compiled programs can run code"
     assert decode(tmp_path) == first

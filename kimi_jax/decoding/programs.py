@@ -271,6 +271,7 @@ class Programs:
             return with_first_slots(state, first), told
 
         if key not in self._compiled:
+            run.__name__ = key[0]  # what profiles, dumps and the compilation cache call it
             in_specs = (self._weights, self.state_specs, REQUESTS, *more)
             self._compiled[key] = self._compile(run, in_specs, (self.state_specs, REPLICATED), donate=(1,))
         return self._compiled[key]

@@ -1,6 +1,7 @@
 """Requests that come and go in slots get the text that each gets alone, whatever happens beside them."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -20,8 +21,8 @@ from kimi_jax.serving import plan
 from kimi_jax.serving.transport import Receiver, Sender
 
 TREE = Draft("ddtree", 7)
-KINDS = [Sampling(), Sampling(0.8, top_p=0.95), Sampling(1.0), Sampling(1.2, top_k=20, min_p=0.02)]
-FILTERED = [KINDS[1], KINDS[3]]  # drawn by one program, where each of KINDS may need its own
+KINDS = Sampling(), Sampling(0.8, top_p=0.95), Sampling(1.0), Sampling(1.2, top_k=20, min_p=0.02)
+FILTERED = KINDS[1], KINDS[3]  # drawn by one program, where each of KINDS may need its own
 LENGTHS = [21, 50, 7, 64, 33, 1, 17, 5, 130, 3]
 LIMITS = [9, 14, 20, 3, 11, 25, 1, 16, 6, 12]
 
@@ -97,7 +98,8 @@ def texts_alone(engine, requests):
 
 @pytest.fixture(scope="module")
 def alone(shallow):
-    return texts_alone(shallow(), some_requests())
+    """What gives the texts of `some_requests` of some kinds, each alone."""
+    return functools.cache(lambda kinds=KINDS: texts_alone(shallow(), some_requests(kinds)))
 
 
 def is_empty(queue):
@@ -106,34 +108,35 @@ def is_empty(queue):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "draft", "changes"),
+    ("mesh", "draft", "kinds", "changes"),
     [
-        ("local", TREE, {}),
-        ("local", PLAIN, {"ahead": 0, "lanes": 2}),
-        pytest.param("hgx-ib-16", TREE, {"slots_per_group": 2, "pages": 9}, marks=pytest.mark.slow),
-        pytest.param("hgx-ib-16 split cache", TREE, {"tiles": 1, "pages": 3}, marks=pytest.mark.slow),
-        pytest.param("nvl72", TREE, {"slots_per_group": 1, "pages": 9}, marks=pytest.mark.exhaustive),
+        ("local", TREE, KINDS, {}),
+        ("local", PLAIN, FILTERED, {"ahead": 0, "lanes": 2}),
+        pytest.param("local", PLAIN, KINDS, {"ahead": 0, "lanes": 2}, marks=pytest.mark.slow),
+        pytest.param("hgx-ib-16", TREE, KINDS, {"slots_per_group": 2, "pages": 9}, marks=pytest.mark.slow),
+        pytest.param("hgx-ib-16 split cache", TREE, KINDS, {"tiles": 1, "pages": 3}, marks=pytest.mark.slow),
+        pytest.param("nvl72", TREE, KINDS, {"slots_per_group": 1, "pages": 9}, marks=pytest.mark.exhaustive),
     ],
 )
-def test_texts_do_not_know_their_neighbours(mesh, draft, changes, shallow, alone):
+def test_texts_do_not_know_their_neighbours(mesh, draft, kinds, changes, shallow, alone):
     engine = shallow(mesh)
     queue = open_queue(engine.programs(draft), engine.parameters, **changes)
-    submit(queue, some_requests(), engine.stop_ids)
+    submit(queue, some_requests(kinds), engine.stop_ids)
     texts, reasons = run(queue)
-    assert texts == alone
+    assert texts == alone(kinds)
     assert {*reasons.values()} <= {"length", "stop"}
     assert is_empty(queue)
     assert queue.session.kinds == {"chunk", "mixed", "decode"}
 
 
 @pytest.mark.parametrize("kinds", [FILTERED, pytest.param(KINDS, marks=pytest.mark.slow)], ids=["filtered", "all"])
-def test_rounds_that_the_host_counts_give_the_same_texts(kinds, shallow):
+def test_rounds_that_the_host_counts_give_the_same_texts(kinds, shallow, alone):
     """As on a GPU, where no dispatch ends early; with a program for few slots."""
     engine, requests = shallow(), some_requests(kinds)
     programs = dataclasses.replace(engine.programs(TREE), ends_early=False)
     queue = open_queue(programs, engine.parameters, slot_counts=(1, 3))
     submit(queue, requests, engine.stop_ids)
-    assert run(queue)[0] == texts_alone(engine, requests)
+    assert run(queue)[0] == alone(kinds)
     assert is_empty(queue)
     assert queue.session.kinds == {"chunk", "mixed", "decode"}
     assert {key[1] for key in programs.drawing(Draws("filters"))._compiled} == {1, 3}
@@ -142,7 +145,7 @@ def test_rounds_that_the_host_counts_give_the_same_texts(kinds, shallow):
 def test_preempted_and_cancelled_requests_change_nobodys_text(shallow):
     """Two texts grow over three of four pages: the younger is computed again, one waits, one is cancelled."""
     engine = shallow()
-    some = some_requests()
+    some = some_requests(FILTERED)
     requests = [*(dataclasses.replace(some[n], max_new_tokens=100) for n in (1, 3)), some[2], *some[4:6]]
     queue = open_queue(engine.programs(TREE), engine.parameters)
     submit(queue, requests, engine.stop_ids)
@@ -153,9 +156,8 @@ def test_preempted_and_cancelled_requests_change_nobodys_text(shallow):
     assert queue.session.preempted == ["1"]
     queue.cancel("3")
     texts, _ = run(queue, texts)
-    alone = texts_alone(engine, requests)
     assert texts.pop("3", []) == []
-    assert texts == {name: text for name, text in alone.items() if name != "3"}
+    assert texts == {name: text for name, text in texts_alone(engine, requests).items() if name != "3"}
     assert is_empty(queue)
 
 
@@ -167,14 +169,14 @@ def test_a_request_that_is_not_finite_ends_alone_and_leaves_clean_pages(shallow,
     table = broken["target"]["model"]["embed_tokens"]
     table["weight"] = table["weight"].at[poison].set(jnp.nan)
     queue = open_queue(engine.programs(TREE), broken, ahead=0)
-    requests = some_requests()
+    requests = some_requests(FILTERED)
     bad = dataclasses.replace(requests[1], ids=[*requests[1].ids[:20], poison, *requests[1].ids[21:]])
     submit(queue, [requests[0], bad, *requests[2:]], engine.stop_ids)
     texts, reasons = run(queue)
     assert reasons.pop("1") == "error"
     assert "error" not in reasons.values()
     texts.pop("1", None)
-    assert texts == {name: text for name, text in alone.items() if name != "1"}
+    assert texts == {name: text for name, text in alone(FILTERED).items() if name != "1"}
     assert is_empty(queue)
     for layer in queue.session.state.cache:
         assert jnp.isfinite(layer.latent).all()
@@ -275,18 +277,18 @@ def test_log_probabilities_are_those_of_scoring(shallow):
 
 def test_stop_tokens_and_least_tokens_are_each_requests_own(shallow, alone):
     engine, requests = shallow(), some_requests()
-    stop = alone["2"][4]
-    end = alone["2"].index(stop) + 1
+    stop = alone()["2"][4]
+    end = alone()["2"].index(stop) + 1
     plain = dataclasses.replace(requests[2], stop_ids=(stop,))
     longer = dataclasses.replace(plain, min_tokens=end + 2)
     found = [[] for _ in range(3)]
     for progress in engine.serve([requests[2], plain, longer], Limits()):
         for text, new in zip(found, progress.new_tokens, strict=True):
             text += new
-    assert found[0] == alone["2"]
-    assert found[1] == alone["2"][:end]
+    assert found[0] == alone()["2"]
+    assert found[1] == alone()["2"][:end]
     assert len(found[2]) >= end + 2
-    assert found[2][: end - 1] == alone["2"][: end - 1]
+    assert found[2][: end - 1] == alone()["2"][: end - 1]
     assert stop not in found[2][: end + 1]
 
 
@@ -298,7 +300,7 @@ def test_a_dropped_iterator_leaves_nothing_in_flight(shallow, alone):
     text = []
     for progress in engine.serve([request] * 3, Limits(rounds_per_dispatch=1), TREE):
         text += progress.new_tokens[0]
-    assert text == alone["2"]
+    assert text == alone()["2"]
 
 
 def compiled_text(engine, kind):
