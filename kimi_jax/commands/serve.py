@@ -113,7 +113,6 @@ def main(options: Options) -> None:
     """Serves until a signal ends it."""
     status = Console(stderr=True, soft_wrap=True)
     check(options)
-    key = key_of(options)
     drafter = options.used_drafter(status)
     opened = open_engine(options, status, drafter)
 
@@ -134,7 +133,7 @@ def main(options: Options) -> None:
         not options.instant,
         options.default_max_tokens,
         HttpLimits(body_bytes=options.max_body * 1_000_000),
-        key,
+        key_of(options) if processes.this().prints else None,
         options.log_prompts,
     )
 

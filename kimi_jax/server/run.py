@@ -17,6 +17,8 @@ KILLED = 128 + signal.SIGTERM
 AFTER_ERROR_SECONDS = 1
 """From the engine's failure to the end: time to tell the clients."""
 DRAIN_POLL_SECONDS = 0.05
+BACKLOG = 2048
+"""Connections that wait to be accepted."""
 
 
 class Server(uvicorn.Server):
@@ -90,4 +92,5 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port") from None
+    listener.listen(BACKLOG)
     return listener
