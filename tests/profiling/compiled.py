@@ -37,7 +37,9 @@ def case_of(mesh: str, gpu: str, program: Program, budget: int, layers: int, siz
     # A cache of 1 MiB and more a layer even where all else is small: its copy would be seen.
     context, chunk = (2048, 32) if size == "reduced" else (8192, 512)
     machine = preset(mesh)
-    machine = machine.with_layout(dataclasses.replace(machine.layout, exchange="allgather"))
+    # What a machine of this kind should run, of whatever size the model is: buffers inside a domain, levels across two.
+    exchange = "hierarchical" if machine.span("ep").domains > 1 else "alltoall"
+    machine = machine.with_layout(dataclasses.replace(machine.layout, exchange=exchange))
     return Case(config, machine, gpu, 64, context, budget, drafter if budget else None, program, chunk)
 
 

@@ -10,11 +10,13 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
+from kimi_jax.ledger.launches import experts_shape
+from kimi_jax.parallel.exchange.choice import buffer_rows
 from kimi_jax.profiling import check, tables
 from kimi_jax.profiling.hlo import Module
 from kimi_jax.profiling.messages import collectives
 from kimi_jax.profiling.report import make_report
-from kimi_jax.profiling.traffic import host_transfers, materialised
+from kimi_jax.profiling.traffic import host_transfers, launches, materialised
 from meshes import gpu
 from pallas_kernels import int4_moe
 from pallas_kernels.assembler import Assembled, shared_memory, with_shared_memory
@@ -36,20 +38,32 @@ def compiled(request, compile_apart):
 
 
 def test_messages_of_a_layer(compiled):
-    """Two reductions a layer and one of the embedding, and one message each way for each layer with experts.
+    """Two reductions a layer and one of the embedding, and one message each way and level for each layer with experts.
 
-    The compiler adds none.
+    The compiler adds none. A round asks once whether buffers overflowed.
     """
-    case = compiled.case
-    rows, hidden, ep = case.device_requests * case.rows, case.config.hidden_size, case.preset.layout.ep
-    words = hidden // 2 + 2 * case.config.num_experts_per_tok  # bfloat16 pairs, slots and weights
-    found = collectives(Module(compiled.text), case.preset.layout.axis_sizes)
+    case, layout = compiled.case, compiled.case.preset.layout
+    rows, hidden, ep, top_k = case.step.device_rows, case.config.hidden_size, layout.ep, case.config.num_experts_per_tok
+    words = hidden // 2 + 2 * top_k  # bfloat16 pairs, slots and weights
+    if case.exchange == "alltoall":
+        room = ep * buffer_rows(rows, top_k, case.expert_slots, case.expert_slots // layout.expert_ranks, ep)
+        exchanged = [
+            ("exchange", "all-to-all", ("ep",), room * hidden * 2, 1),
+            ("exchange", "all-to-all", ("ep",), room * (words + 1) * 4, 1),
+        ]
+    else:
+        sent = ep * rows // layout.tp
+        exchanged = [
+            ("exchange", "all-gather", ("ep",), sent * words * 4, 1),
+            ("exchange", "all-gather", ("tp",), ep * rows * words * 4, 1),
+            ("exchange", "reduce-scatter", ("ep",), sent * hidden * 2, 1),
+            ("exchange", "reduce-scatter", ("tp",), ep * rows * hidden * 2, 1),
+        ]
+    found = collectives(Module(compiled.text), layout.axis_sizes)
     of_layers = [(c.part, c.kind, c.axes, c.bytes, c.count) for c in found if c.part in ("exchange", "reductions")]
-    assert of_layers == [
-        ("exchange", "all-gather", ("ep",), ep * rows * words * 4, 1),
-        ("exchange", "reduce-scatter", ("ep",), ep * rows * hidden * 2, 1),
-        ("reductions", "all-reduce", ("tp",), rows * hidden * 2, 5),
-    ]
+    assert of_layers == [*exchanged, ("reductions", "all-reduce", ("tp",), rows * hidden * 2, 5)]
+    asked = [(c.kind, c.axes, c.bytes, c.count) for c in found if c.part == "other"]
+    assert asked == ([("all-reduce", ("tp",), 4, 1)] if case.exchange == "alltoall" else [])
     drawn = [(c.kind, c.axes, c.bytes, c.count) for c in found if c.part == "head"]
     assert drawn == [("all-gather", ("tp",), rows * case.preset.layout.tp * 8, 1)]  # a word and its logit of each rank
     silent = {"attention", "router", "experts", "shared_expert", "dense"}
@@ -71,6 +85,7 @@ def test_packed_weights_and_cache_are_read_in_place(compiled):
     copied = {found.array for found in materialised(module, smallest=1 << 14)}
     assert not {name for name in copied if not KNOWN_COPIES.search(name)}
     assert host_transfers(module) == []
+    assert sum(part.host_waits for part in launches(module).values()) == 0
 
 
 def test_kernels_serve_both_presets(compiled):
@@ -95,14 +110,7 @@ def report(compiled):
 
 def test_shared_memory_is_what_the_kernels_were_planned_with(compiled):
     case, card = compiled.case, gpu(compiled.case.gpu)
-    shape = int4_moe.Shape(
-        rows=case.device_requests * case.rows * case.preset.layout.ep,
-        top_k=case.config.num_experts_per_tok,
-        slots=case.expert_slots // case.preset.layout.expert_ranks,
-        hidden=case.config.hidden_size,
-        width=case.config.moe_intermediate_size,
-        num_experts=case.config.n_routed_experts,
-    )
+    shape = experts_shape(case.config, case.preset.layout, case.expert_slots, case.step.device_rows)
     device = Device(card.device_kind, "{}.{}".format(*card.compute_capability), card.core_count)
     plan = int4_moe.OPERATION.choose(shape, jnp.bfloat16, device).config
     found = shared_memory(compiled.text)
