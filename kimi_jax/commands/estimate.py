@@ -278,10 +278,12 @@ class PlotOptions(Place):
     """Options of `plot`."""
 
     picture: Annotated[
-        Literal["pareto", "overhead-wall", "throughput", "budget"], tyro.conf.Positional, tyro.conf.arg(name="picture")
+        Literal["pareto", "equal-speed", "overhead-wall", "throughput", "budget"],
+        tyro.conf.Positional,
+        tyro.conf.arg(name="picture"),
     ]
-    """pareto: users against GPUs. overhead-wall: one stream's step by part against GPUs. throughput: load, HGX and
-    NVL72. budget: speed against draft nodes."""
+    """pareto: users against GPUs. equal-speed: the same for 72 GPUs of HGX nodes and of a rack. overhead-wall: one
+    stream's step by part against GPUs. throughput: load, HGX and NVL72. budget: speed against draft nodes."""
     output: OptionalFile = None
     """PNG file (needs the extra `plots`); without it the picture is drawn in the terminal."""
     budget: int = 8
@@ -294,6 +296,9 @@ def run_plot(options: PlotOptions) -> None:
     s = options.scenario(machine, options.gpu, options.budget)
     picture = {
         "pareto": lambda: pictures.pareto_picture(machine, s, search.CONCURRENCIES[::2]),
+        "equal-speed": lambda: pictures.equal_speed_picture(
+            {"72 × b300, HGX": document.points("hgx"), "72 × gb300, NVL72": document.points("nvl")}
+        ),
         "overhead-wall": lambda: pictures.wall_picture(document.wall(s)),
         "throughput": lambda: pictures.throughput_picture(document.throughput(s)),
         "budget": lambda: pictures.budget_picture(document.budget_scenarios(s), (0, *range(1, 17), 24, 32, 48, 64)),
@@ -309,15 +314,17 @@ def run_plot(options: PlotOptions) -> None:
 class DocsOptions:
     """Options of `docs`."""
 
-    output: Path = Path("docs/cluster_scaling.md")
-    """File to write."""
+    folder: Path = Path("docs")
+    """Folder to write to."""
 
 
 def run_docs(options: DocsOptions) -> None:
-    """Write docs/cluster_scaling.md anew from the model."""
-    require_writable(options.output)
-    write_text(options.output, document.cluster_scaling())
-    Console(stderr=True).print(f"{options.output} written", style="dim", highlight=False)
+    """Write docs/cluster_scaling.md and docs/estimator.md anew from the model."""
+    for name in document.SECTIONS:
+        require_writable(options.folder / name)
+    for name in document.SECTIONS:
+        write_text(options.folder / name, document.document(name))
+        Console(stderr=True).print(f"{options.folder / name} written", style="dim", highlight=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,8 @@ class Series:
     name: str
     x: tuple[float, ...]
     y: tuple[float, ...]
+    labels: tuple[str, ...] = ()
+    """Beside the points of a file."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Picture:
     is_log_x: bool = False
     is_log_y: bool = False
     is_stacked: bool = False
+    band: float = 0.0
+    """Share by which the heights may be off, shaded."""
 
 
 def pareto_picture(machine: Preset, scenario: Scenario, concurrencies: Sequence[int]) -> Picture:
@@ -57,6 +61,21 @@ def pareto_picture(machine: Preset, scenario: Scenario, concurrencies: Sequence[
     )
     title = f"{machine.name}, {scenario.gpu.name}: what a user gets and what a GPU gives"
     return Picture("pareto", title, "tokens/s for a user", "tokens/s for a GPU", series, True, True)
+
+
+def equal_speed_picture(machines: Mapping[str, Sequence[Estimate]]) -> Picture:
+    """Tokens/s for a user against tokens/s for a GPU of several machines in their best layouts; requests at points."""
+    fronts = {name: search.pareto(estimates) for name, estimates in machines.items()}
+    series = tuple(
+        Series(
+            name, tuple(e.tokens_per_s_per_user for e in front), tuple(e.tokens_per_s_per_gpu for e in front),
+            tuple(str(e.scenario.concurrency) for e in front),
+        )
+        for name, front in fronts.items()
+    )  # fmt: skip
+    band = search.ERROR_BAND["wide-ep"]
+    title = "What a user gets and what a GPU gives, with requests at the points"
+    return Picture("equal_speed", title, "tokens/s for a user", "tokens/s for a GPU", series, True, True, band=band)
 
 
 def wall_picture(estimates: Sequence[Estimate]) -> Picture:
@@ -116,6 +135,11 @@ def save_png(picture: Picture, path: Path) -> None:
     else:
         for series in picture.series:
             axes.plot(series.x, series.y, marker="o", markersize=4, label=series.name)
+            if picture.band:
+                low, high = ([y * (1 + side * picture.band) for y in series.y] for side in (-1, 1))
+                axes.fill_between(series.x, low, high, alpha=0.15)
+            for x, y, label in zip(series.x, series.y, series.labels, strict=False):
+                axes.annotate(label, (x, y), textcoords="offset points", xytext=(3, 3), fontsize=6)
     axes.set(title=picture.title, xlabel=picture.x_label, ylabel=picture.y_label)
     if picture.is_log_x:
         axes.set_xscale("log", base=2)

@@ -1,4 +1,4 @@
-"""docs/cluster_scaling.md, written from the model: the text beside this file, with its figures filled in."""
+"""docs/cluster_scaling.md and docs/estimator.md, written from the model: texts beside this file, with their figures."""
 
 import dataclasses
 import functools
@@ -10,9 +10,9 @@ from kimi_jax.estimator import search
 from kimi_jax.estimator.acceptance import rate_for_length
 from kimi_jax.estimator.explain import explain
 from kimi_jax.estimator.kernels import ATTENTION, EXPERTS, OVERHEADS, kernels
-from kimi_jax.estimator.report import number, percent, requests
-from kimi_jax.estimator.scenario import Scenario, make_scenario
-from kimi_jax.estimator.search import Comparison, Family
+from kimi_jax.estimator.report import number, percent
+from kimi_jax.estimator.scenario import Prefill, Scenario, default_acceptance, make_scenario
+from kimi_jax.estimator.search import Family
 from kimi_jax.estimator.step import Estimate, estimate
 from kimi_jax.estimator.study import original, published
 from kimi_jax.ledger.constants import LINKS, Constants
@@ -23,11 +23,13 @@ from meshes import Layout, LayoutError, Preset, expert_slots, gpu, preset
 
 COMMAND = "uv run scripts/estimate.py docs"
 CONTEXT = 8192
-LOADS = (1, 8, 64, 512, 4096)
+PROMPTS = Prefill(8192, 1024)
+LOADS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+SPEEDS = (50, 75, 100, 150, 200, 250, 300)
+ACCEPTED = (2.3, 3.7, 4.86)
+"""Tokens of a round with a chain of a block of 8: the one public run on K2.6, then MT-Bench and the mean of K2.5."""
 BUDGETS = (0, 7, 12, 16, 32, 64)
 HGX, NVL = "b300", "gb300"
-PAIRS = ((8, 8), (16, 16), (32, 36), (40, 36), (72, 72))
-"""HGX and NVL sizes that stand side by side; 36 GPUs are four and a half HGX nodes."""
 MACHINES: tuple[tuple[Family, int], ...] = (
     ("hgx", 8), ("hgx", 16), ("hgx", 32), ("hgx", 40), ("hgx", 72), ("nvl", 8), ("nvl", 16), ("nvl", 36), ("nvl", 72),
 )  # fmt: skip
@@ -74,11 +76,10 @@ def budget_scenarios(s: Scenario) -> dict[str, Scenario]:
     return {f"concurrency {load}": dataclasses.replace(s, concurrency=load) for load in (1, 8, 64)}
 
 
-def cluster_scaling() -> str:
-    """The whole document as Markdown."""
-    sections = (_verdict, _one_stream, _many, _trees, _original, _claims, _sureness, _validation)
-    values = {name: value for section in sections for name, value in section().items()}
-    text = resources.files(__package__).joinpath("cluster_scaling.md").read_text()
+def document(name: str) -> str:
+    """One of the documents as Markdown, by the name of its file."""
+    values = {key: value for section in SECTIONS[name] for key, value in section().items()}
+    text = resources.files(__package__).joinpath(name).read_text()
     return text.format_map({"command": COMMAND, "context": CONTEXT} | values)
 
 
@@ -95,36 +96,110 @@ def _name(family: Family, gpus: int) -> str:
     return f"{gpus} × {HGX if family == 'hgx' else NVL} {family.upper()}"
 
 
-def _comparison(hgx: int, nvl: int, load: int) -> Comparison:
-    return Comparison(load, _best("hgx", hgx, load), _best("nvl", nvl, load))
+@functools.cache
+def points(
+    family: Family, library: str = "public", prompts: bool = False, accepted: float | None = None
+) -> list[Estimate]:
+    """What 72 GPUs of a family can be run as."""
+    machine = search.machine_of(family, 72)
+    rates = None if accepted is None else default_acceptance(8, rate_for_length(accepted, 8))
+    s = _scenario(
+        machine, HGX if family == "hgx" else NVL, kernel_library=library, prefill=PROMPTS if prompts else None,
+        acceptance=rates,
+    )  # fmt: skip
+    return search.operating_points(machine, s, loads=LOADS)
 
 
-def _pair(hgx: int, nvl: int, load: int) -> tuple[Estimate, Estimate, str]:
-    """The best layouts of two machines that hold the load, and how the second compares, beside the model's error."""
-    c = _comparison(hgx, nvl, load)
-    assert c.left is not None
-    assert c.right is not None
-    band = search.band_of(c.left, c.right)
-    if band is None:
-        return c.left, c.right, f"{100 * (c.ratio - 1):+.0f} %, with no published point to judge the model's error by"
-    told = "which is inside" if abs(c.ratio - 1) <= band else "more than"
-    return c.left, c.right, f"{100 * (c.ratio - 1):+.0f} %, {told} the model's error of ±{100 * band:.0f} %"
+def _lead(speed: float, **options: Any) -> float | None:
+    """Tokens/s for a GPU of a rack over those of HGX nodes, while every user has a speed."""
+    hgx, nvl = (search.at_speed(points(family, **options), speed) for family in _FAMILIES)
+    return nvl.tokens_per_s_per_gpu / hgx.tokens_per_s_per_gpu if hgx and nvl else None
+
+
+_FAMILIES: tuple[Family, Family] = ("hgx", "nvl")
+
+
+def _times(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.2f} ×"
 
 
 def _verdict() -> dict[str, Any]:
-    node, rack, gain = _pair(8, 72, 1)
-    streams = []
-    for load in (64, 512, 4096):
-        hgx, nvl, relation = _pair(72, 72, load)
-        speeds = f"NVL72 {number(nvl.tokens_per_s)} tokens/s against HGX {number(hgx.tokens_per_s)}"
-        streams.append(f"- **{load:,} streams on 72 GPUs.** {speeds}: {relation}.")
+    node, rack = _best("hgx", 8, 1), _best("nvl", 72, 1)
+    assert node is not None
+    assert rack is not None
+    ranges = {accepted: default_acceptance(8, rate_for_length(accepted, 8)) for accepted in ACCEPTED}
+    one = [search.best_budget(dataclasses.replace(node.scenario, acceptance=rates)) for rates in ranges.values()]
+    leads = {accepted: _lead(100, accepted=accepted) for accepted in ACCEPTED[:-1]}
     return {
-        "node": _speed(node), "rack": _speed(rack), "gain": gain, "streams": "\n".join(streams),
-        "wide_layout": search.describe(hgx.scenario.preset.layout),
+        "node": _speed(node), "rack": _speed(rack), "gain": f"{100 * (_ratio(rack, node) - 1):+.0f} %",
+        "ranges": ", ".join(f"{_speed(e)} at {a:.1f}" for a, e in zip(ACCEPTED, one, strict=True)),
+        "lead_50": _times(_lead(50)), "lead_100": _times(_lead(100)), "lead_200": _times(_lead(200)),
+        "program_100": _times(_lead(100, library="program")), "prompts_50": _times(_lead(50, prompts=True)),
+        "prompts_100": _times(_lead(100, prompts=True)),
+        "leads": ", ".join(f"{_times(lead)} at {accepted:.1f}" for accepted, lead in leads.items()),
+        "band": 100 * search.ERROR_BAND["wide-ep"],
         "low": _tree_gain("hgx", 8, {"tp": 8}, 1),
         "high": _tree_gain("hgx", 8, {"ep": 8, "tp": 1}, 2048),
         "wide_tree": _tree_gain("nvl", 72, {"dp": 1, "ep": 1, "tp": 64}, 1),
     }  # fmt: skip
+
+
+def _ratio(left: Estimate, right: Estimate) -> float:
+    return left.tokens_per_s_per_user / right.tokens_per_s_per_user
+
+
+def _equal_speed() -> dict[str, Any]:
+    rows = []
+    for speed in SPEEDS:
+        cells, found = [f"{speed}"], [search.at_speed(points(family), speed) for family in _FAMILIES]
+        for e in found:
+            if e is None:
+                cells += ["–", "", "", ""]
+            else:
+                layout = search.describe(e.scenario.preset.layout)
+                cells += [_three(e.tokens_per_s_per_gpu), f"{e.scenario.concurrency:,}", layout, str(e.scenario.budget)]
+        ways = ({}, {"library": "program"}, {"prompts": True})
+        rows.append([*cells, *(_times(_lead(speed, **options)) for options in ways)])
+    return {"equal_speed": _rows(rows)}
+
+
+def _three(value: float) -> str:
+    """Three significant digits."""
+    return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _fill() -> dict[str, Any]:
+    """Requests at which experts over all 72 GPUs overtake tp 8 replicas, by draft nodes of full compiled row counts."""
+    rack = search.machine_of("nvl", 72)
+    wide_layouts = (Layout(ep=72, exchange=name) for name in ("allgather", "alltoall"))
+    layouts = [Layout(dp=9, tp=8, experts="width"), *wide_layouts]
+    rows = []
+    for budget in (0, 7, 15, 23):
+        for load in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512):
+            replicas, *wide = (
+                estimate(_scenario(rack.with_layout(layout), NVL, load, budget=budget)).tokens_per_s_per_user
+                for layout in layouts
+            )
+            if max(wide) > replicas:
+                rows.append((str(budget), str(budget + 1), f"{load:,}", _three(replicas), _three(max(wide))))
+                break
+    return {"fill": _rows(rows), "fill_plain": rows[0][2], "fill_tree": rows[1][2]}
+
+
+def _network() -> dict[str, Any]:
+    """One stream over one node and over two, by draft nodes: where InfiniBand's all-reduces eat what experts gain."""
+    rows = []
+    for budget in (0, 7, 16, 32, 64):
+        node = estimate(_scenario(search.machine_of("hgx", 8).with_layout(_WIDTH_8), HGX, budget=budget))
+        pair = search.machine_of("hgx", 16).with_layout(dataclasses.replace(_WIDTH_8, tp=16))
+        two, fast = (estimate(_scenario(pair, HGX, budget=budget, hierarchical=way)) for way in (False, True))
+        gained = node.parts["experts"].ms - two.parts["experts"].ms
+        lost = [e.parts["reductions"].ms - node.parts["reductions"].ms for e in (two, fast)]
+        rows.append((str(budget), *(f"{ms:.1f}" for ms in (node.step_ms, gained, *lost, two.step_ms, fast.step_ms))))
+    return {"network": _rows(rows)}
+
+
+_WIDTH_8 = Layout(tp=8, experts="width")
 
 
 def _one_stream() -> dict[str, Any]:
@@ -151,34 +226,6 @@ def _one_stream() -> dict[str, Any]:
         "first_ms": first.parts["experts"].ms, "last_ms": last.parts["experts"].ms,
         "rest_ms": last.step_ms - last.parts["experts"].ms,
     }  # fmt: skip
-
-
-def _many() -> dict[str, Any]:
-    def of_machine(family: Family, gpus: int, load: int) -> str:
-        e = _best(family, gpus, load)
-        return f"{_speed(e)} / {number(e.tokens_per_s)}" if e else "–"
-
-    def of_pair(hgx: int, nvl: int, load: int) -> str:
-        c = _comparison(hgx, nvl, load)
-        if c.left is None or c.right is None:
-            return c.verdict
-        return f"**{c.ratio:.2f}**" if c.verdict.endswith("faster") else f"{c.ratio:.2f}"
-
-    families: tuple[Family, ...] = ("hgx", "nvl")
-    changes = [
-        f"- {_name(family, 72)}, from {requests(load)}: {layout}"
-        for family in families
-        for load, layout in search.crossovers(
-            [Comparison(load, _best(family, 72, load), None) for load in LOADS], "left"
-        )
-    ]
-    best = max((_comparison(72, 72, load) for load in LOADS), key=lambda c: c.ratio)
-    return {
-        "loads": _rows([_name(*machine), *(of_machine(*machine, load) for load in LOADS)] for machine in MACHINES),
-        "changes": "\n".join(changes),
-        "against": _rows([f"{n} NVL / {h} HGX", *(of_pair(h, n, load) for load in LOADS)] for h, n in PAIRS),
-        "best_load": requests(best.concurrency),
-    }
 
 
 def _trees() -> dict[str, Any]:
@@ -290,3 +337,10 @@ def _validation() -> dict[str, Any]:
 
     bands = {name.replace("-", "_"): 100 * band for name, band in search.ERROR_BAND.items()}
     return bands | {"overlap": published.OVERLAP, "calibration": rows("calibration"), "held_out": rows("held-out")}
+
+
+SECTIONS = {
+    "cluster_scaling.md": (_verdict, _equal_speed, _fill, _trees, _claims),
+    "estimator.md": (_one_stream, _network, _original, _sureness, _validation),
+}
+"""What the documents are made of."""
