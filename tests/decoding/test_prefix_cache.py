@@ -23,12 +23,12 @@ WINDOW = 2
 
 
 @pytest.fixture(scope="module")
-def queues(engines):
+def queues(shallow):
     """Two queues that share programs, with and without the cache: slots for texts of five pages."""
 
     @functools.cache
     def narrow(mesh):
-        engine = engines(mesh)
+        engine = shallow(mesh)
         window = WINDOW * engine.programs().page_tokens
         config = dataclasses.replace(engine.drafter.config, draft_window=window)
         return dataclasses.replace(engine, drafter=type(engine.drafter)(config, engine.mesh.shape["tp"]))
@@ -169,12 +169,12 @@ def test_pages_that_are_not_finite_are_nobody_elses(queues):
     assert (got.text, got.draft, got.counts) == (expected.text, expected.draft, expected.counts)
 
 
-def test_a_run_reuses_what_its_prompts_share_and_says_so(engines):
+def test_a_run_reuses_what_its_prompts_share_and_says_so(shallow):
     beginning = np.random.default_rng(0).integers(0, 300, 70).tolist()
     requests = [Request([*beginning, number], Sampling(), 0, 4) for number in range(3)]
     report, texts = Report(3), {}
     for share in (True, False):
-        engine = dataclasses.replace(engines(), prefix_cache=share)
+        engine = dataclasses.replace(shallow(), prefix_cache=share)
         texts[share] = [[], [], []]
         for progress in engine.serve(requests):
             for text, new in zip(texts[share], progress.new_tokens, strict=True):
