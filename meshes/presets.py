@@ -30,8 +30,8 @@ class Layout:
     """Sizes of the three mesh axes and what is split along them.
 
     experts: `slots` puts whole experts on ("ep", "tp"); `width` puts them on "ep" and splits each one's width on "tp".
-    exchange: the name of the backend that carries rows to experts and back. `auto` takes `allgather` or `alltoall` by
-      the ranks and slots of the layout and the rows of a step (`kimi_jax/parallel/exchange/choice.py`).
+    exchange: the name of the backend that carries rows to experts and back. `auto` takes one by the ranks and slots of
+      the layout and the rows of a step (`kimi_jax/parallel/exchange/choice.py`).
     cache: `copied` puts a request's latent cache on all its tp ranks, `split` gives each a part of the positions.
     """
 
@@ -41,6 +41,8 @@ class Layout:
     experts: ExpertSplit = "slots"
     exchange: str = "auto"
     cache: CacheSplit = "copied"
+    across: bool = False
+    """Whether the ranks of ep lie in several domains, so that a network parts them; a preset sets it."""
 
     def __post_init__(self):
         for axis, size in self.axis_sizes.items():
@@ -103,6 +105,9 @@ class Preset:
     layout: Layout
     gpu_names: tuple[str, ...]
     """GPUs (short names of `meshes.hardware`) that this machine exists with; the first is the default."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layout", replace(self.layout, across=self.span("ep").domains > 1))
 
     def check_gpu(self, gpu_name: str) -> None:
         """Refuses a GPU that the machine does not exist with.

@@ -83,8 +83,8 @@ class LayoutOptions:
     """slots: whole experts over ep and tp. width: experts over ep, and each one's width over tp."""
     exchange: Annotated[str | None, option("NAME")] = None
     """How rows reach experts on other ep ranks: allgather, hierarchical (the same, once for all tp ranks, for ep over a
-    network), alltoall, ragged, or auto, which takes the buffers of alltoall where they halve what travels, by the rows
-    of a step, else allgather. ragged is for GPUs, and has known problems (docs/parallel.md)."""
+    network), alltoall, ragged, or auto, which takes one of the first three by the machine and the rows of a step.
+    ragged is for GPUs, and has known problems (docs/parallel.md)."""
     cache: Cache = None
 
     def preset(self, default: str = "local") -> Preset:

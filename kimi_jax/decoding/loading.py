@@ -1,6 +1,5 @@
 """From a checkpoint's folder to an engine: the model's declarations for a layout, and its weights on the mesh."""
 
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from kimi_jax.drafter.loader import load_drafter
 from kimi_jax.ledger import layout_rules
 from kimi_jax.model.transformer import CausalLM
 from kimi_jax.parallel.eplb import load_placements
-from kimi_jax.parallel.exchange import backend
+from kimi_jax.parallel.exchange import exchange_of
 from kimi_jax.parallel.placement import EMPTY, Placement, even_placement, slots_of_layer
 from kimi_jax.parallel.sharding import rules
 from kimi_jax.parameters import Parameters, Rules
@@ -41,8 +40,7 @@ def model_for(config: ModelConfig, layout: Layout, placements: Sequence[Placemen
     """
     layout_rules.check(config, layout)
     placement = placements or even_placement(config.n_routed_experts, layout.expert_ranks)
-    exchange = functools.partial(backend(layout.exchange).run, expert_axes=layout.expert_axes)
-    return CausalLM(config, placement, exchange)
+    return CausalLM(config, placement, exchange_of(layout))
 
 
 def placements_of(

@@ -29,8 +29,11 @@ def test_auto_is_every_presets_default():
         ("nvl72", {}, 64, 16, "alltoall"),
         ("nvl72", {"dp": 1, "ep": 72, "tp": 1}, 72, 16, "allgather"),
         ("nvl72", {"dp": 1, "ep": 72, "tp": 1}, 576, 16, "alltoall"),
-        ("hgx-ib-16", {}, 64, 16, "allgather"),
-        ("hgx-ib-72", {}, 64, 16, "alltoall"),
+        ("hgx-ib-16", {}, 2, 15, "allgather"),
+        ("hgx-ib-16", {}, 64, 15, "hierarchical"),
+        ("hgx-ib-16", {"dp": 1, "ep": 16, "tp": 1}, 64, 15, "allgather"),
+        ("hgx-ib-72", {}, 64, 15, "hierarchical"),
+        ("hgx-ib-72", {}, 1024, 15, "alltoall"),
     ],
 )
 def test_all_agree(mesh, axes, requests, budget, name):

@@ -341,6 +341,9 @@ def test_auto_takes_buffers_where_they_halve_what_travels():
     assert chosen(136, 8, 432, 6, 72) == "alltoall"
     assert chosen(136, 8, 384, 192, 2) == "allgather"
     assert chosen(4096, 8, 384, 384, 1) == "allgather"
+    assert chosen(32, 8, 384, 24, 2, sharing=8) == "allgather"
+    assert chosen(512, 8, 384, 24, 2, sharing=8) == chosen(136, 8, 432, 6, 9, sharing=8) == "hierarchical"
+    assert chosen(1024, 8, 432, 6, 9, sharing=8) == "alltoall"
     machine = LAYOUTS["hgx-ib-16 wide ep"]
     slots, num_slots = routing("random", machine.layout, machine.layout.ep * 256, num_experts=128)
     case = case_of(slots, num_slots, width=32)

@@ -6,12 +6,14 @@ follows where rows do not fit is `counters.OnOverflow`. `ragged` sends exactly t
 runs nowhere: it says what the best public kernels send, for estimates.
 """
 
+import functools
+
 from kimi_jax.parallel.exchange import all_gather, all_to_all, hierarchical, ideal, ragged_all_to_all
 from kimi_jax.parallel.exchange.all_gather import allgather
 from kimi_jax.parallel.exchange.all_to_all import alltoall, auto
 from kimi_jax.parallel.exchange.base import Backend, Exchange, LocalExperts, Messages, Traffic, gather_together
 from kimi_jax.parallel.exchange.ragged_all_to_all import ragged
-from meshes.presets import LayoutError
+from meshes.presets import Layout, LayoutError
 
 BACKENDS: dict[str, Backend] = {
     "auto": Backend(auto, all_to_all.auto_messages),
@@ -34,6 +36,13 @@ def backend(name: str) -> Backend:
     return BACKENDS[name]
 
 
+def exchange_of(layout: Layout) -> Exchange:
+    """What a model on a layout calls. Raises LayoutError as `backend`."""
+    if layout.exchange == "auto":
+        return functools.partial(auto, expert_axes=layout.expert_axes, across=layout.across)
+    return functools.partial(backend(layout.exchange).run, expert_axes=layout.expert_axes)
+
+
 def messages_of(name: str) -> Messages:
     """What an exchange declares, `ideal` included.
 
@@ -54,6 +63,7 @@ __all__ = [
     "alltoall",
     "auto",
     "backend",
+    "exchange_of",
     "gather_together",
     "messages_of",
     "ragged",

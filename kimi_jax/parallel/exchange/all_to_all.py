@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from kimi_jax.parallel.collectives import axis_size
 from kimi_jax.parallel.counters import on_overflow, report_overflow
-from kimi_jax.parallel.exchange import all_gather
+from kimi_jax.parallel.exchange import all_gather, hierarchical
 from kimi_jax.parallel.exchange.all_gather import allgather
 from kimi_jax.parallel.exchange.base import (
     EP,
@@ -23,7 +23,7 @@ from kimi_jax.parallel.exchange.base import (
     pack_columns,
     unpack_columns,
 )
-from kimi_jax.parallel.exchange.choice import OVERFLOW, buffer_rows, chosen
+from kimi_jax.parallel.exchange.choice import OVERFLOW, buffer_rows, chosen, sharing
 from kimi_jax.parallel.messages import WORD, Message
 
 
@@ -106,15 +106,18 @@ def auto(
     num_local: int,
     *,
     expert_axes: tuple[str, ...] = ("ep", "tp"),
+    across: bool = False,
 ) -> Float[Array, "rows hidden"]:
-    """The exchange `chosen` for the step's number of rows."""
-    num_slots = num_local * axis_size(expert_axes)
-    name = chosen(rows.shape[0], slots.shape[1], num_slots, num_local, axis_size("ep"))
-    backend = alltoall if name == "alltoall" else allgather
+    """The exchange `chosen` for the step's number of rows; `across` says whether a network parts the ep ranks."""
+    num_slots, ranks = num_local * axis_size(expert_axes), axis_size("tp") if across else 1
+    name = chosen(rows.shape[0], slots.shape[1], num_slots, num_local, axis_size("ep"), ranks)
+    backend = {"alltoall": alltoall, "hierarchical": hierarchical.hierarchical, "allgather": allgather}[name]
     return backend(rows, slots, weights, experts, num_local, expert_axes=expert_axes)
 
 
 def auto_messages(traffic: Traffic) -> Iterator[Message]:
     """Those of the exchange `chosen`."""
-    name = chosen(traffic.rows, traffic.top_k, traffic.num_slots, traffic.num_local, traffic.layout.ep)
-    return messages(traffic) if name == "alltoall" else all_gather.messages(traffic)
+    numbers = traffic.rows, traffic.top_k, traffic.num_slots, traffic.num_local, traffic.layout.ep
+    name = chosen(*numbers, sharing(traffic.layout))
+    declared = {"alltoall": messages, "hierarchical": hierarchical.messages, "allgather": all_gather.messages}
+    return declared[name](traffic)
