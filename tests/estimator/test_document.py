@@ -21,9 +21,8 @@ def test_documents_name_the_corrections():
 
 
 def test_a_rack_leads_at_equal_speed_and_less_with_prompts():
-    lines = [
-        line.split("|") for line in (DOCS / "cluster_scaling.md").read_text().splitlines() if line.startswith("| 100 |")
-    ]
-    public, _, prompts = (float(cell.replace("×", "")) for cell in lines[0][-4:-1])
-    assert public > 1.3
+    lines = (DOCS / "cluster_scaling.md").read_text().splitlines()
+    cells = next(line for line in lines if line.startswith("| 50 |")).split("|")
+    public, _, prompts = (float(cell.replace("×", "")) for cell in cells[-4:-1])
+    assert 1.2 < public < 1.5
     assert prompts < public
