@@ -37,11 +37,18 @@ class Batch:
         requests: Sequence[Request],
         size: int,
         limits: Limits = DEFAULT_LIMITS,
-        **how: bool,
+        *,
+        raw: bool,
+        thinking: bool,
     ) -> "Batch":
-        """A batch that has not begun; `how` the texts are read is `raw` and `thinking`, as `Reader` takes them."""
-        stops = engine.stop_ids
-        readers = [Reader(engine.tokenizer, stops, tools=each.tools, stops=each.wishes.stop, **how) for each in prompts]
+        """A batch that has not begun; `raw` and `thinking` say how its texts are read, as `Reader` takes them."""
+        readers = [
+            Reader(
+                engine.tokenizer, engine.stop_ids,
+                raw=raw, thinking=thinking, tools=each.tools, stops=each.wishes.stop,
+            )
+            for each in prompts
+        ]  # fmt: skip
         return cls(engine, draft, prompts, requests, readers, Report(len(prompts)), min(size, len(prompts)), limits)
 
     @property

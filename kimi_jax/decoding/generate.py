@@ -11,7 +11,8 @@ from jaxtyping import Int
 from kimi_jax.decoding.programs import Programs
 from kimi_jax.decoding.queue import Queue
 from kimi_jax.decoding.sampling import Sampling, request_keys
-from kimi_jax.decoding.state import STOPS, Snapshot
+from kimi_jax.decoding.snapshot import Snapshot
+from kimi_jax.decoding.state import STOPS
 from kimi_jax.serving import plan
 from kimi_jax.serving.events import Event
 from kimi_jax.vision.media import Medium

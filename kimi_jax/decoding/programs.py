@@ -17,10 +17,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from kimi_jax.decoding.sampling import Draws
+from kimi_jax.decoding.snapshot import Columns
 from kimi_jax.decoding.speculation import Speculation
 from kimi_jax.decoding.state import (
     Admissions,
-    Columns,
     Counters,
     DecodeState,
     Dispatch,

@@ -10,7 +10,7 @@ import numpy as np
 from kimi_jax.decoding.automatic import AutomaticBudget
 from kimi_jax.decoding.rebalance import Rebalancer
 from kimi_jax.decoding.session import Ran, Session
-from kimi_jax.decoding.state import Snapshot
+from kimi_jax.decoding.snapshot import Snapshot
 from kimi_jax.serving.events import Event, Seen
 from kimi_jax.serving.plan import Admission, Plan, Request
 from kimi_jax.serving.repeats import Repeats

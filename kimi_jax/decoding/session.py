@@ -11,19 +11,8 @@ from jaxtyping import Array
 
 from kimi_jax.decoding.programs import Programs
 from kimi_jax.decoding.sampling import Draws, Kind, Sampling, Samplings
-from kimi_jax.decoding.state import (
-    NO_TOKEN,
-    STOPS,
-    Admissions,
-    Asked,
-    Columns,
-    DecodeState,
-    Dispatch,
-    Hits,
-    Lanes,
-    Scored,
-    Snapshot,
-)
+from kimi_jax.decoding.snapshot import Columns, Snapshot
+from kimi_jax.decoding.state import NO_TOKEN, STOPS, Admissions, Asked, DecodeState, Dispatch, Hits, Lanes, Scored
 from kimi_jax.decoding.step import TOP
 from kimi_jax.parallel import host_arrays
 from kimi_jax.parallel.sharding import REQUESTS

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kimi_jax.decoding.session import Piece
-from kimi_jax.decoding.state import Snapshot
+from kimi_jax.decoding.snapshot import Snapshot
 from kimi_jax.server.errors import ApiError
 from kimi_jax.server.mailbox import Mailbox, News, Told
 from kimi_jax.serving.events import Event

@@ -6,7 +6,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kimi_jax.decoding.state import Snapshot
+from kimi_jax.decoding.snapshot import Snapshot
 from kimi_jax.server.loop import EngineLoop, Listener
 from kimi_jax.serving.events import Event
 from kimi_jax.serving.plan import Request
