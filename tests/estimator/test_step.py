@@ -210,7 +210,7 @@ def test_experts_over_72_need_replicas():
         ({"concurrency": 0}, "concurrency is 0: at least 1"),
         ({"budget": -1}, "budget is -1"),
         ({"overlap": 1.5}, "overlap is 1.5"),
-        ({"kernel_library": "cutlass"}, "no kernels 'cutlass' .* choose from public, target, vllm"),
+        ({"kernel_library": "cutlass"}, "no kernels 'cutlass' .* choose from program, public, target, vllm"),
         ({"card": "gb300"}, "hgx-ib-8 is made of b300, b200, h200, h100, not of gb300"),
     ],
 )

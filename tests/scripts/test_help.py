@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 SUBCOMMANDS = {
     "benchmark": ("speculation", "peers", "serve", "scaling", "gpu", "page"),
     "convert": ("plan", "to-orbax", "to-hf"),
-    "estimate": ("point", "sweep", "recommend", "smallest", "compare", "explain", "image", "check", "original",
+    "estimate": ("point", "sweep", "recommend", "smallest", "compare", "explain", "image", "serve", "check", "original",
                  "validate", "plot", "docs"),
     "evaluate": ("logits", "reference", "perplexity", "tasks", "compare"),
     "profile": ("diff",),
