@@ -270,4 +270,4 @@ def test_checkpoints_and_drafters_are_opened_by_name(monkeypatch):
     opened = open_engine(options, Console(quiet=True), Path("owner/drafter"))
     assert opened.folder == folders["owner/model"]
     assert opened.engine.drafter is not None
-    assert opened.engine.parameters.keys() == {"target", "drafter"}
+    assert opened.engine.parameters.keys() == {"target", "drafter", "vision"}

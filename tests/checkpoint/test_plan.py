@@ -201,7 +201,7 @@ def test_plan_command_on_nvl72(k26, capsys, processes):
 
 def test_plan_command_shows_a_table(tiny, capsys):
     shown = run_plan(capsys, tiny.directory, mesh="hgx-ib", processes=2)
-    assert "512 tensors in 7 files" in shown
+    assert "524 tensors in 7 files" in shown
     assert "hgx-ib-16: dp 1 × ep 2 × tp 8" in shown
 
 

@@ -35,7 +35,8 @@ def test_what_is_registered_is_accepted_everywhere(form, monkeypatch):
 
 
 def test_unknown_names_say_what_there_is():
-    with pytest.raises(LayoutError, match="exchange is 'ring': choose from auto, allgather, alltoall, ragged"):
+    known = "auto, allgather, hierarchical, alltoall, ragged"
+    with pytest.raises(LayoutError, match=f"exchange is 'ring': choose from {known}"):
         LayoutOptions(exchange="ring").preset()
     with pytest.raises(LayoutError, match="nvl99"):
         LayoutOptions("nvl99").preset()

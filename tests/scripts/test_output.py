@@ -62,7 +62,7 @@ def test_output_that_is_lost_is_an_error(arguments):
     [
         (("decode", "--file", "tests"), "tests: this is a folder; name a file"),
         (("decode", "--file", "a\x1b[2J:smile:"), "a\x1b[2J:smile:: there is no such file or folder"),
-        (("estimate", "docs", "--output", "gone/x"), "gone: there is no such file or folder"),
+        (("estimate", "plot", "budget", "--output", "gone/x.png"), "gone: there is no such file or folder"),
     ],
 )  # fmt: skip
 def test_files_that_cannot_be_used_are_named_in_one_line(command, arguments, message):
