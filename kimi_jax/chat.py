@@ -299,7 +299,8 @@ class _Prompt:
         """Placeholders for what a part shows, in the words that K2.6 knows images and videos by."""
         if self._look is None:
             raise MessageError(
-                f"{where} is of type {part['type']!r}; only the text model runs here, so describe it in text"
+                f"{where} is of type {part['type']!r}, and this checkpoint has no vision tower to see it: open one "
+                "that has, or describe it in text"
             )
         try:
             shown = self._look(part, where)

@@ -105,7 +105,7 @@ def test_reasoning_is_read_under_both_names(tokenizer):
         ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\] is not a part such as"),
         (
             [{"role": "user", "content": [{"type": "text", "text": ""}, {"type": "image_url", "image_url": {}}]}],
-            r"messages\[0\]\.content\[1\] is of type 'image_url'; only the text model",
+            r"messages\[0\]\.content\[1\] is of type 'image_url', and this checkpoint has no vision tower",
         ),
         ([USER | {"name": 5}], r"name 5, not a string"),
         ([USER | {"tool_call": [CALL]}], r"no use for the key 'tool_call'; did you mean 'tool_calls'\?"),

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import http.client
 import json
 import threading
@@ -213,7 +214,7 @@ def scripted_app(
     stop_ids = tuple(tokenizer.special_id(name) for name in ("<|im_end|>", "[EOS]"))
     told = Service("m", tokenizer, stop_ids, tokenizer.vocab_size, SHAPE.capacity, {})
     metrics = Metrics("m")
-    open_queue = lambda: ScriptedQueue(script, seconds, fails_at=fails_at, prefix_cache=prefix_cache)  # noqa: E731
+    open_queue = functools.partial(ScriptedQueue, script, seconds, fails_at=fails_at, prefix_cache=prefix_cache)
     loop = EngineLoop(open_queue, SHAPE.slots + waiting, metrics)
     return App(told, loop, metrics, limits=limits or HttpLimits(), **how)
 

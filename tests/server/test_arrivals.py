@@ -95,9 +95,10 @@ def test_figures_agree_with_the_engines_pace(tokenizer, over_http):
 def test_the_benchmark_lays_ways_side_by_side(tokenizer, monkeypatch, capsys):
     opened = SimpleNamespace(engine=None, folder=None, where="a scripted engine")
     monkeypatch.setattr(benchmark_serve, "open_engine", lambda *_: opened)
-    app_on = lambda engine, folder, serving: scripted_app(  # noqa: E731
-        tokenizer, lambda request: [65], seconds=0.002, waiting=serving.waiting
-    )
+
+    def app_on(engine, folder, serving):
+        return scripted_app(tokenizer, lambda request: [65], seconds=0.002, waiting=serving.waiting)
+
     monkeypatch.setattr(start, "app_on", app_on)
     options = ServeOptions(requests=30, slots=SHAPE.slots, ways=("none", "http"), clients=8)
     benchmark_serve.serve(dataclasses.replace(options, json=True))

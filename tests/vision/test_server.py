@@ -69,5 +69,5 @@ def test_what_is_not_sent_along_is_refused(service, image, said):
 
 
 def test_a_server_without_a_tower_says_so(service):
-    with pytest.raises(ApiError, match="only the text model runs here"):
+    with pytest.raises(ApiError, match="this checkpoint has no vision tower"):
         dataclasses.replace(service, vision=None).chat(body(url("red")))

@@ -62,8 +62,11 @@ def test_a_mistake_is_seen(mistake, engines, seen, monkeypatch):
         monkeypatch.setattr(positions, *MISTAKES[mistake])
     elif mistake == "rows before columns":
         right = tower.rotation
-        swap = lambda where, width: right(positions.Places(where.frames, where.columns, where.rows), width)  # noqa: E731
-        monkeypatch.setattr(tower, "rotation", swap)
+
+        def swapped(where, width):
+            return right(positions.Places(where.frames, where.columns, where.rows), width)
+
+        monkeypatch.setattr(tower, "rotation", swapped)
     else:
         right = tower.merged
         monkeypatch.setattr(tower, "merged", lambda x, grid: right(x, grid)[:, jnp.array([0, 2, 1, 3])])
